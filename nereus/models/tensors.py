@@ -1,0 +1,182 @@
+"""Logical tensors of every family under their published (HF) names, and which tensor-parallel degrees they allow.
+
+Query, key, value, gate and up stay separate: how a framework fuses them is a property of its storage, not of the state.
+Tensors of one expert carry its number, and their ``cut`` is over the expert tensor-parallel degree (etp), not tp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from nereus.ir.arch import Arch, Mla, Moe
+from nereus.ir.tensor import Cut, LogicalTensor
+
+HEADS = ("lm", "value")
+
+
+@lru_cache(maxsize=64)
+def logical_tensors(arch: Arch, head: str = "lm") -> tuple[LogicalTensor, ...]:
+    """All tensors in model order: embedding, layers, final norm, head (lm, or value: ``score.weight`` [1, hidden])."""
+    if head not in HEADS:
+        raise ValueError(f"a model's head is lm or value, not '{head}'")
+    return (
+        *_front(arch, head),
+        *(t for layer in range(arch.num_layers) for t in _layer(arch, layer)),
+        *_back(arch, head),
+    )
+
+
+@lru_cache(maxsize=64)
+def num_params(arch: Arch, head: str = "lm") -> int:
+    """Parameters; a tied embedding counts once."""
+    return sum(tensor.numel for tensor in logical_tensors(arch, head))
+
+
+def tp_refusals(arch: Arch, tp: int, *, head: str = "lm") -> tuple[str, ...]:
+    """Why ``tp`` cannot cut the model, a sentence for each dimension; empty if it can."""
+    if tp < 1:
+        return (f"tensor parallelism needs at least one rank, not {tp}",)
+    reasons = []
+    if arch.num_heads % tp:
+        reasons.append(f"{arch.num_heads} heads do not divide by {tp}")
+    kv = arch.num_kv_heads
+    if arch.mla is None and kv % tp and tp % kv:
+        reasons.append(f"{kv} kv heads neither divide by {tp} nor divide it")
+    if _num_dense_layers(arch) and arch.ffn % tp:
+        reasons.append(f"ffn width {arch.ffn} does not divide by {tp}")
+    if arch.moe is not None and arch.moe.shared_expert_ffn % tp:
+        reasons.append(f"shared-expert width {arch.moe.shared_expert_ffn} does not divide by {tp}")
+    if arch.vocab % tp:  # the embedding is cut even where a value head takes the place of the output matrix
+        reasons.append(f"vocabulary {arch.vocab} does not divide by {tp}")
+    assert head in HEADS
+    return tuple(reasons)
+
+
+def legal_tp(arch: Arch, *, head: str = "lm", limit: int = 64) -> tuple[int, ...]:
+    """Every legal degree up to ``limit``, not only powers of two."""
+    return tuple(tp for tp in range(1, limit + 1) if not tp_refusals(arch, tp, head=head))
+
+
+def _num_dense_layers(arch: Arch) -> int:
+    return arch.num_layers if arch.moe is None else min(arch.moe.first_dense_layers, arch.num_layers)
+
+
+def _front(arch: Arch, head: str) -> Iterator[LogicalTensor]:
+    yield LogicalTensor(
+        name="model.embed_tokens.weight",
+        shape=(arch.vocab, arch.hidden),
+        cut=Cut(dim=0, groups=arch.vocab),
+        first=True,
+        last=arch.tied_embeddings and head == "lm",  # a value head needs no second copy of the embedding
+    )
+
+
+def _back(arch: Arch, head: str) -> Iterator[LogicalTensor]:
+    yield LogicalTensor(name="model.norm.weight", shape=(arch.hidden,), last=True)
+    if head == "value":
+        yield LogicalTensor(name="score.weight", shape=(1, arch.hidden), last=True)
+    elif not arch.tied_embeddings:
+        yield LogicalTensor(
+            name="lm_head.weight", shape=(arch.vocab, arch.hidden), cut=Cut(dim=0, groups=arch.vocab), last=True
+        )
+
+
+def _layer(arch: Arch, layer: int) -> Iterator[LogicalTensor]:
+    prefix = f"model.layers.{layer}"
+    yield LogicalTensor(name=f"{prefix}.input_layernorm.weight", shape=(arch.hidden,), layer=layer)
+    if arch.mla is not None:
+        yield from _latent_attention(arch, arch.mla, f"{prefix}.self_attn", layer)
+    else:
+        yield from _attention(arch, f"{prefix}.self_attn", layer)
+    yield LogicalTensor(name=f"{prefix}.post_attention_layernorm.weight", shape=(arch.hidden,), layer=layer)
+    if arch.moe is not None and layer >= arch.moe.first_dense_layers:
+        yield from _experts(arch, arch.moe, prefix, layer)
+    else:
+        yield from _mlp(arch.hidden, arch.ffn, f"{prefix}.mlp", layer)
+
+
+def _attention(arch: Arch, prefix: str, layer: int) -> Iterator[LogicalTensor]:
+    queries, keys = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    by_head = Cut(dim=0, groups=arch.num_heads)
+    by_kv_head = Cut(dim=0, groups=arch.num_kv_heads, replicate=True)
+    for name, rows, cut in (("q_proj", queries, by_head), ("k_proj", keys, by_kv_head), ("v_proj", keys, by_kv_head)):
+        yield LogicalTensor(name=f"{prefix}.{name}.weight", shape=(rows, arch.hidden), cut=cut, layer=layer)
+        if arch.qkv_bias:
+            yield LogicalTensor(name=f"{prefix}.{name}.bias", shape=(rows,), cut=cut, layer=layer)
+    yield LogicalTensor(
+        name=f"{prefix}.o_proj.weight",
+        shape=(arch.hidden, queries),
+        cut=Cut(dim=1, groups=arch.num_heads),
+        layer=layer,
+    )
+    if arch.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            yield LogicalTensor(name=f"{prefix}.{name}.weight", shape=(arch.head_dim,), layer=layer)
+
+
+def _latent_attention(arch: Arch, mla: Mla, prefix: str, layer: int) -> Iterator[LogicalTensor]:
+    heads, hidden = arch.num_heads, arch.hidden
+    by_head = Cut(dim=0, groups=heads)
+    query_rows = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+    if mla.q_lora_rank is None:
+        yield LogicalTensor(name=f"{prefix}.q_proj.weight", shape=(query_rows, hidden), cut=by_head, layer=layer)
+    else:
+        rank = mla.q_lora_rank
+        yield LogicalTensor(name=f"{prefix}.q_a_proj.weight", shape=(rank, hidden), layer=layer)
+        yield LogicalTensor(name=f"{prefix}.q_a_layernorm.weight", shape=(rank,), layer=layer)
+        yield LogicalTensor(name=f"{prefix}.q_b_proj.weight", shape=(query_rows, rank), cut=by_head, layer=layer)
+    # The latent (kv_a) is shared by all heads, so every rank holds all of it.
+    latent = mla.kv_lora_rank
+    yield LogicalTensor(
+        name=f"{prefix}.kv_a_proj_with_mqa.weight", shape=(latent + mla.qk_rope_head_dim, hidden), layer=layer
+    )
+    yield LogicalTensor(name=f"{prefix}.kv_a_layernorm.weight", shape=(latent,), layer=layer)
+    yield LogicalTensor(
+        name=f"{prefix}.kv_b_proj.weight",
+        shape=(heads * (mla.qk_nope_head_dim + mla.v_head_dim), latent),
+        cut=by_head,
+        layer=layer,
+    )
+    yield LogicalTensor(
+        name=f"{prefix}.o_proj.weight",
+        shape=(hidden, heads * mla.v_head_dim),
+        cut=Cut(dim=1, groups=heads),
+        layer=layer,
+    )
+
+
+def _mlp(
+    hidden: int,
+    ffn: int,
+    prefix: str,
+    layer: int,
+    *,
+    expert: int | None = None,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Iterator[LogicalTensor]:
+    gate, up, down = names
+    for name in (gate, up):
+        yield LogicalTensor(
+            name=f"{prefix}.{name}.weight",
+            shape=(ffn, hidden),
+            cut=Cut(dim=0, groups=ffn),
+            layer=layer,
+            expert=expert,
+        )
+    yield LogicalTensor(
+        name=f"{prefix}.{down}.weight", shape=(hidden, ffn), cut=Cut(dim=1, groups=ffn), layer=layer, expert=expert
+    )
+
+
+def _experts(arch: Arch, moe: Moe, prefix: str, layer: int) -> Iterator[LogicalTensor]:
+    mixtral = arch.family == "mixtral"
+    block = f"{prefix}.block_sparse_moe" if mixtral else f"{prefix}.mlp"
+    yield LogicalTensor(name=f"{block}.gate.weight", shape=(moe.num_experts, arch.hidden), layer=layer)
+    if moe.router_bias:
+        yield LogicalTensor(name=f"{block}.gate.e_score_correction_bias", shape=(moe.num_experts,), layer=layer)
+    names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    for expert in range(moe.num_experts):
+        yield from _mlp(arch.hidden, moe.expert_ffn, f"{block}.experts.{expert}", layer, expert=expert, names=names)
+    if moe.num_shared_experts:
+        yield from _mlp(arch.hidden, moe.shared_expert_ffn, f"{block}.shared_experts", layer)
