@@ -1,0 +1,87 @@
+# `make demo` and `make test` are all the set-up that a fresh machine needs: each target creates .venv and installs what
+# it lacks, and does nothing twice (stamp files in .venv, renewed when pyproject.toml or this file changes).
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+# Python 3.11 or newer.
+PYTHON ?= python3
+VENV ?= .venv
+# The torch that tests and demo run on. Any build will do; a CPU build is enough and far smaller than a CUDA one.
+TORCH ?= torch==2.13.0
+# Processes for tests that do not start processes of their own.
+JOBS ?= 2
+# Another interpreter for `make test-python`, e.g. PY=python3.13.
+PY ?= python3.12
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+RUN_STAMP := $(VENV)/.stamp-run
+DEV_STAMP := $(VENV)/.stamp-dev
+INSTALL_INPUTS := pyproject.toml Makefile .ci/constraints.txt
+
+# Each test process is one worker; more threads than cores only slow them all down.
+TEST_ENV := OMP_NUM_THREADS=1
+
+.PHONY: help demo test check bench fmt test-python clean
+
+help:
+	@echo "make demo         a plan, its variant, the diff, and the change executed on local processes"
+	@echo "make test         every test"
+	@echo "make check        lint, formatting, types, import rule, file sizes"
+	@echo "make bench        compile times"
+	@echo "make fmt          format the source"
+	@echo "make test-python  the compiler's tests, without torch, on another Python (PY=python3.12)"
+	@echo "make clean        remove .venv and all that was built"
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Nereus needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(RUN_STAMP): $(INSTALL_INPUTS) | $(BIN)/python
+	$(BIN)/python $(PIP_INSTALL) --editable . '$(TORCH)'
+	@touch $@
+
+$(DEV_STAMP): $(INSTALL_INPUTS) | $(RUN_STAMP)
+	$(BIN)/python $(PIP_INSTALL) --constraint .ci/constraints.txt --editable '.[dev]' '$(TORCH)'
+	@touch $(RUN_STAMP) $@
+
+demo: $(RUN_STAMP)
+	@PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh
+
+# Tests marked `procs` run alone and one after another: they start 2 to 8 processes each.
+test: $(DEV_STAMP)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) -m "not procs" $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -m procs $(PYTEST_ARGS)
+
+check: $(DEV_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/check_tree.py
+
+fmt: $(DEV_STAMP)
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+bench: $(RUN_STAMP)
+	$(BIN)/python benchmarks/compile_time.py
+
+# The core and the test tools, no torch: what a laptop has.
+test-python:
+	@version=$$($(PY) -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+	venv=.venv-$$version; stamp=$$venv/.stamp; \
+	test -x $$venv/bin/python || $(PY) -m venv $$venv; \
+	if [ ! $$stamp -nt pyproject.toml ]; then \
+	  $$venv/bin/python $(PIP_INSTALL) --constraint .ci/constraints.txt --editable '.[dev]'; touch $$stamp; fi; \
+	$$venv/bin/nereusc --help > /dev/null; \
+	OMP_NUM_THREADS=1 $$venv/bin/python -m pytest -n $(JOBS) -m "not procs and not slow" -p no:cacheprovider $(PYTEST_ARGS)
+
+clean:
+	rm -rf .venv .venv-* build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find nereus tests -name __pycache__ -type d -prune -exec rm -rf {} +
