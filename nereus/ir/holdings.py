@@ -1,0 +1,98 @@
+"""Holdings: which memory holds which state, before and after.
+
+A *place* is the memory that one rank owns: its GPU, or its process's part of the node's host memory. Places of one node's host
+memory are one memory space: a copy between them crosses no link and is not counted as moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from nereus.ir.cluster import Cluster, Device, Node
+from nereus.ir.layout import BoundLayout, IntArray
+from nereus.ir.plan import Slot
+from nereus.ir.tensor import LogicalTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Every device of the old and the new cluster, numbered: device d has GPU place ``d`` and host place ``D + d``."""
+
+    devices: tuple[Device, ...]
+    nodes: tuple[Node, ...]
+    node_of: IntArray  # device -> node number
+    alive: tuple[bool, ...]  # per node: False = lost, nothing on it is a source
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.devices)
+
+    def index(self) -> dict[Device, int]:
+        return {device: i for i, device in enumerate(self.devices)}
+
+    def node_of_place(self, place: int) -> int:
+        return int(self.node_of[place % self.num_devices])
+
+    def is_host(self, place: int) -> bool:
+        return place >= self.num_devices
+
+    def space_of_place(self, place: int) -> int:
+        """Memory space: device number, or D + node number for host memory."""
+        if place < self.num_devices:
+            return place
+        return self.num_devices + self.node_of_place(place)
+
+    def place_name(self, place: int) -> str:
+        device = self.devices[place % self.num_devices]
+        return f"{device.node}.host" if self.is_host(place) else str(device)
+
+
+def join_clusters(old: Cluster, new: Cluster) -> Topology:
+    """Old and new devices together. A node that the new cluster lacks is lost, whether or not ``remove`` names it."""
+    new_names = {node.name for node in new.nodes}
+    nodes = [*new.nodes, *(node for node in old.nodes if node.name not in new_names)]
+    order = {node.name: i for i, node in enumerate(old.nodes)}
+    nodes.sort(key=lambda node: order.get(node.name, len(order)))
+    devices = tuple(device for node in nodes for device in node.devices)
+    node_of = np.array([i for i, node in enumerate(nodes) for _ in range(node.num_gpus)], dtype=np.int64)
+    return Topology(
+        devices=devices, nodes=tuple(nodes), node_of=node_of, alive=tuple(node.name in new_names for node in nodes)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSet:
+    """One copy of a model's state at a boundary: the tensors of one stage's processes (and of the stages ``with`` it)."""
+
+    stage: str
+    model: str
+    tensors: tuple[LogicalTensor, ...]
+    bound: BoundLayout
+    slots: tuple[Slot, ...]  # Slot.host already says where each lies at a boundary
+
+    def slot(self, name: str) -> Slot | None:
+        return next((s for s in self.slots if s.name == name), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdings:
+    """The state sets of a plan. ``caches`` are stages whose copy is older than its trainer at the boundary: dropped, and
+    filled by the next weight sync."""
+
+    sets: tuple[StateSet, ...]
+    caches: tuple[str, ...] = ()
+
+    def find(self, stage: str) -> StateSet | None:
+        return next((s for s in self.sets if s.stage == stage), None)
+
+    def of_model(self, model: str) -> tuple[StateSet, ...]:
+        return tuple(s for s in self.sets if s.model == model)
+
+
+def model_names(*holdings: Holdings) -> tuple[str, ...]:
+    """Models in order of first appearance."""
+    names: Iterable[str] = (s.model for h in holdings for s in h.sets)
+    return tuple(dict.fromkeys(names))

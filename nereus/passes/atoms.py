@@ -1,0 +1,264 @@
+"""Atoms: elements with one set of holders and one set of wanters, as (cell, start, stop) intervals grouped into classes.
+
+Nothing here looks at single devices. A *group* is one (state set, coordinate, shard): all its ranks hold the same bytes. A
+class is a pair (old groups that hold, new groups that want); an 8B model with replicated state has a few dozen classes at
+any data-parallel degree, and state sharded over dp adds one class per overlapping pair of shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nereus.ir.cells import Cells, LocalBoxes, build_cells, cell_offset, held_cells, local_boxes, shard_ranges
+from nereus.ir.holdings import StateSet, Topology
+from nereus.ir.layout import SHARD_NONE, IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Ranks of ``state_set`` with one coordinate and shard; ``shard`` is -1 where the slot is not sharded."""
+
+    state_set: int
+    coord: int
+    shard: int
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """What groups hold: rows (cell, start, stop, group)."""
+
+    cell: IntArray
+    start: IntArray
+    stop: IntArray
+    group: IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtomTable:
+    """Atoms of the slots that share one geometry. ``cls`` numbers the class of each interval."""
+
+    model: str
+    slots: tuple[str, ...]
+    element_bytes: int  # of all ``slots`` together
+    old_groups: tuple[Group, ...]
+    new_groups: tuple[Group, ...]
+    cell: IntArray
+    start: IntArray
+    stop: IntArray
+    cls: IntArray
+    class_holders: tuple[tuple[int, ...], ...]  # old group numbers, lost ones too
+    class_wanters: tuple[tuple[int, ...], ...]  # new group numbers
+    #: Intervals whose elements a place derives locally (bf16 weight from its own fp32 master): place -> interval numbers.
+    derived: dict[int, IntArray]
+
+    @property
+    def num_bytes(self) -> IntArray:
+        """Bytes of each interval, all slots together."""
+        return (self.stop - self.start) * self.element_bytes
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.class_holders)
+
+    def intervals_of_classes(self) -> list[IntArray]:
+        order = np.argsort(self.cls, kind="stable")
+        bounds = np.searchsorted(self.cls[order], np.arange(self.num_classes + 1))
+        return [order[bounds[i] : bounds[i + 1]] for i in range(self.num_classes)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelGeometry:
+    """Cells of a model under every layout involved, and each state set's local boxes."""
+
+    cells: Cells
+    old_sets: tuple[StateSet, ...]
+    new_sets: tuple[StateSet, ...]
+    old_boxes: tuple[LocalBoxes, ...]
+    new_boxes: tuple[LocalBoxes, ...]
+
+
+def model_geometry(old_sets: Sequence[StateSet], new_sets: Sequence[StateSet]) -> ModelGeometry:
+    sets = (*old_sets, *new_sets)
+    tensors = sets[0].tensors
+    if any(s.tensors != tensors for s in sets):
+        raise ValueError(f"model {sets[0].model}: the old and the new plan give it different tensors")
+    cells = build_cells(tensors, [s.bound.layout.tp for s in sets])
+    return ModelGeometry(
+        cells=cells,
+        old_sets=tuple(old_sets),
+        new_sets=tuple(new_sets),
+        old_boxes=tuple(local_boxes(tensors, s.bound.layout) for s in old_sets),
+        new_boxes=tuple(local_boxes(tensors, s.bound.layout) for s in new_sets),
+    )
+
+
+def pieces_of(
+    cells: Cells, state_set: StateSet, boxes: LocalBoxes, number: int, slot: str, device_index: IntArray, offset: int
+) -> tuple[list[Group], Pieces]:
+    """Groups and pieces of one slot of one state set. ``device_index``: device number of each rank; ``offset``: added to a
+    device number to get its place (0 GPU, number of devices for host memory)."""
+    layout = state_set.bound.layout
+    rule = layout.shard_rule(slot)
+    coord_of_rank, shard_of_rank = layout.coord_of_rank(), layout.shard_of_rank()
+    groups: list[Group] = []
+    columns: list[tuple[IntArray, IntArray, IntArray, IntArray]] = []
+    for coord in range(layout.num_coords):
+        owned = held_cells(cells, boxes, coord)
+        on_coord = coord_of_rank == coord
+        if rule == SHARD_NONE:
+            places = np.sort(device_index[on_coord]) + offset
+            columns.append(
+                (owned, np.zeros_like(owned), cells.numel[owned], np.full_like(owned, len(groups)))
+            )
+            groups.append(Group(state_set=number, coord=coord, shard=-1, places=tuple(places.tolist())))
+            continue
+        bounds = shard_ranges(boxes, coord, rule, layout.num_shards).bounds[cells.tensor[owned]]
+        cuts = cell_offset(cells, boxes, coord, owned[:, None], bounds)
+        row, shard = np.nonzero(cuts[:, 1:] > cuts[:, :-1])
+        columns.append((owned[row], cuts[row, shard], cuts[row, shard + 1], shard + len(groups)))
+        for index in range(layout.num_shards):
+            places = np.sort(device_index[on_coord & (shard_of_rank == index)]) + offset
+            groups.append(Group(state_set=number, coord=coord, shard=index, places=tuple(places.tolist())))
+    cell, start, stop, group = (np.concatenate([c[i] for c in columns]) for i in range(4))
+    return groups, Pieces(cell=cell, start=start, stop=stop, group=group)
+
+
+def join_pieces(parts: Sequence[tuple[list[Group], Pieces]]) -> tuple[tuple[Group, ...], Pieces]:
+    """Lay groups of several state sets end to end."""
+    groups: list[Group] = []
+    columns: list[tuple[IntArray, IntArray, IntArray, IntArray]] = []
+    for part_groups, pieces in parts:
+        columns.append((pieces.cell, pieces.start, pieces.stop, pieces.group + len(groups)))
+        groups += part_groups
+    if not columns:
+        empty = np.zeros(0, dtype=np.int64)
+        return (), Pieces(cell=empty, start=empty, stop=empty, group=empty)
+    cell, start, stop, group = (np.concatenate([c[i] for c in columns]) for i in range(4))
+    return tuple(groups), Pieces(cell=cell, start=start, stop=stop, group=group)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refinement:
+    """Elementary intervals of several piece lists; no piece of any of them is cut by an interval's inside."""
+
+    cell: IntArray
+    start: IntArray
+    stop: IntArray
+    _keys: IntArray
+    _scale: int
+
+    def covered_by(self, pieces: Pieces) -> tuple[IntArray, IntArray]:
+        """(interval, group) of every interval inside every piece."""
+        first = np.searchsorted(self._keys, pieces.cell * self._scale + pieces.start)
+        last = np.searchsorted(self._keys, pieces.cell * self._scale + pieces.stop)
+        counts = last - first
+        group = np.repeat(pieces.group, counts)
+        begin = np.repeat(first - np.concatenate(([0], np.cumsum(counts)[:-1])), counts)
+        return begin + np.arange(len(group), dtype=np.int64), group
+
+
+def refine(cells: Cells, *piece_lists: Pieces) -> Refinement:
+    scale = int(cells.numel.max()) + 1
+    points = np.unique(
+        np.concatenate([np.concatenate((p.cell * scale + p.start, p.cell * scale + p.stop)) for p in piece_lists])
+    )
+    # A point at the end of a cell starts no interval: the next point belongs to another cell.
+    starts = points[:-1]
+    same_cell = starts // scale == points[1:] // scale
+    # Indices into `starts` keep the empty gaps, so that searchsorted positions stay intervals; gaps are dropped by callers
+    # because no piece covers them.
+    cell = starts // scale
+    return Refinement(
+        cell=cell, start=starts - cell * scale, stop=np.where(same_cell, points[1:] - cell * scale, starts - cell * scale),
+        _keys=starts, _scale=scale,
+    )
+
+
+def build_atoms(
+    geometry: ModelGeometry, topology: Topology, model: str, slots: tuple[str, ...], derive: bool
+) -> AtomTable:
+    """Atoms of ``slots``, which every state set that has one of them has at one place and under one shard rule.
+
+    ``derive``: a new state set that also holds ``master`` makes the elements that its own master covers itself.
+    """
+    device_number = topology.index()
+    cells = geometry.cells
+
+    def of_side(sets: Sequence[StateSet], boxes: Sequence[LocalBoxes], slot_name: str) -> list[tuple[list[Group], Pieces]]:
+        parts = []
+        for number, (state_set, box) in enumerate(zip(sets, boxes, strict=True)):
+            slot = state_set.slot(slot_name)
+            if slot is None:
+                continue
+            devices = np.array([device_number[d] for d in state_set.bound.ranks], dtype=np.int64)
+            offset = topology.num_devices if slot.host else 0
+            parts.append(pieces_of(cells, state_set, box, number, slot_name, devices, offset))
+        return parts
+
+    old_groups, old_pieces = join_pieces(of_side(geometry.old_sets, geometry.old_boxes, slots[0]))
+    new_groups, new_pieces = join_pieces(of_side(geometry.new_sets, geometry.new_boxes, slots[0]))
+    deriving = [
+        (state_set, box)
+        for state_set, box in zip(geometry.new_sets, geometry.new_boxes, strict=True)
+        if derive and _derives(state_set)
+    ]
+    master_groups, master_pieces = join_pieces(
+        of_side([s for s, _ in deriving], [b for _, b in deriving], "master")
+    )
+    refined = refine(cells, old_pieces, new_pieces, master_pieces)
+    old_interval, old_group = refined.covered_by(old_pieces)
+    new_interval, new_group = refined.covered_by(new_pieces)
+    holders = _sets_per_interval(len(refined.cell), old_interval, old_group)
+    wanters = _sets_per_interval(len(refined.cell), new_interval, new_group)
+    kept = np.array([i for i, w in enumerate(wanters) if w or holders[i]], dtype=np.int64)
+    classes: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+    cls = np.array([classes.setdefault((holders[i], wanters[i]), len(classes)) for i in kept], dtype=np.int64)
+    renumber = np.full(len(refined.cell), -1, dtype=np.int64)
+    renumber[kept] = np.arange(len(kept))
+    some_set = next(s for s in (*geometry.new_sets, *geometry.old_sets) if s.slot(slots[0]) is not None)
+    return AtomTable(
+        model=model,
+        slots=slots,
+        element_bytes=sum(slot.element_bytes for slot in some_set.slots if slot.name in slots),
+        old_groups=old_groups,
+        new_groups=new_groups,
+        cell=refined.cell[kept],
+        start=refined.start[kept],
+        stop=refined.stop[kept],
+        cls=cls,
+        class_holders=tuple(h for h, _ in classes),
+        class_wanters=tuple(w for _, w in classes),
+        derived=_derived(refined, renumber, master_groups, master_pieces),
+    )
+
+
+def _derives(state_set: StateSet) -> bool:
+    weight, master = state_set.slot("weight"), state_set.slot("master")
+    return weight is not None and master is not None and weight.host == master.host
+
+
+def _derived(
+    refined: Refinement, renumber: IntArray, groups: Sequence[Group], pieces: Pieces
+) -> dict[int, IntArray]:
+    interval, group = refined.covered_by(pieces)
+    order = np.argsort(group, kind="stable")
+    bounds = np.searchsorted(group[order], np.arange(len(groups) + 1))
+    result: dict[int, IntArray] = {}
+    for number, entry in enumerate(groups):
+        own = np.sort(renumber[interval[order[bounds[number] : bounds[number + 1]]]])
+        for place in entry.places:
+            # One place has one rank of a state set; two deriving sets of one model on a place hold it twice.
+            result[place] = np.union1d(result[place], own) if place in result else own
+    return result
+
+
+def _sets_per_interval(num_intervals: int, interval: IntArray, group: IntArray) -> list[tuple[int, ...]]:
+    order = np.lexsort((group, interval))
+    interval, group = interval[order], group[order]
+    bounds = np.searchsorted(interval, np.arange(num_intervals + 1)).tolist()
+    values = group.tolist()
+    return [tuple(values[bounds[i] : bounds[i + 1]]) for i in range(num_intervals)]

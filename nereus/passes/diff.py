@@ -1,0 +1,223 @@
+"""diff: holdings now against holdings wanted. What each place keeps, derives, lacks; what no living place holds.
+
+Wants are grouped by node, since routing is: each byte enters a node once and spreads inside. A *demand* is a set of
+intervals with one set of living holders, one node, and the places of that node that lack them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from nereus.ir.holdings import Holdings, StateSet, Topology, model_names
+from nereus.ir.layout import IntArray
+from nereus.passes.atoms import AtomTable, ModelGeometry, build_atoms, model_geometry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    table: int  # index into Diff.tables
+    cls: int  # class of the table; the holders are Diff.holders[table][cls]
+    node: int
+    wanters: tuple[int, ...]  # places of the node that lack the intervals, ascending
+    intervals: IntArray  # ascending interval numbers of the table
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostState:
+    """State that the new plan wants and of which only lost nodes had a copy."""
+
+    state_set: str
+    slots: tuple[str, ...]
+    num_bytes: int  # one copy
+    example_tensor: str
+    last_holders: tuple[int, ...]  # places
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diff:
+    topology: Topology
+    old: Holdings
+    new: Holdings
+    geometries: tuple[ModelGeometry, ...]
+    geometry_of: tuple[int, ...]  # table -> geometry
+    tables: tuple[AtomTable, ...]
+    holders: tuple[tuple[tuple[int, ...], ...], ...]  # table -> class -> living holder places, ascending
+    wanters: tuple[tuple[tuple[int, ...], ...], ...]  # table -> class -> wanter places, ascending
+    demands: tuple[Demand, ...]
+    lost: tuple[LostState, ...]
+    #: State sets or slots that nothing held before: the framework initialises them. (stage, slot) pairs.
+    fresh: tuple[tuple[str, str], ...]
+    kept_bytes: int  # wanted and already at its place
+    derived_bytes: int
+
+
+def diff(old: Holdings, new: Holdings, topology: Topology) -> Diff:
+    geometries: list[ModelGeometry] = []
+    geometry_of: list[int] = []
+    tables: list[AtomTable] = []
+    fresh: list[tuple[str, str]] = []
+    for model in model_names(new):
+        old_sets, new_sets = old.of_model(model), new.of_model(model)
+        held = {slot.name for s in old_sets for slot in s.slots}
+        fresh += [(s.stage, slot.name) for s in new_sets for slot in s.slots if slot.name not in held]
+        if not old_sets:
+            continue
+        geometry = model_geometry(old_sets, new_sets)
+        geometries.append(geometry)
+        for slots in _slot_groups(old_sets, new_sets, held):
+            tables.append(build_atoms(geometry, topology, model, slots, derive=slots == ("weight",)))
+            geometry_of.append(len(geometries) - 1)
+    demands: list[Demand] = []
+    lost: list[LostState] = []
+    all_holders: list[tuple[tuple[int, ...], ...]] = []
+    all_wanters: list[tuple[tuple[int, ...], ...]] = []
+    kept = derived = 0
+    for number, table in enumerate(tables):
+        geometry = geometries[geometry_of[number]]
+        holders = _class_places(table, table.class_holders, old_side=True, topology=topology)
+        wanters = _class_places(table, table.class_wanters, old_side=False, topology=topology)
+        all_holders.append(holders)
+        all_wanters.append(wanters)
+        for cls, intervals in enumerate(table.intervals_of_classes()):
+            if not wanters[cls]:
+                continue
+            class_bytes = int(table.num_bytes[intervals].sum())
+            held_by = set(holders[cls])
+            kept += class_bytes * sum(1 for p in wanters[cls] if p in held_by)
+            lacking = list(_class_demands(number, table, cls, intervals, wanters[cls], held_by, topology))
+            if holders[cls]:
+                demands += lacking
+            elif lacking and table.class_holders[cls]:
+                lost.append(_lost_state(table, geometry, cls, max(lacking, key=lambda d: d.num_bytes)))
+            derived += _derived_bytes(table, intervals, [p for p in wanters[cls] if p not in held_by])
+    return Diff(
+        topology=topology,
+        old=old,
+        new=new,
+        geometries=tuple(geometries),
+        geometry_of=tuple(geometry_of),
+        tables=tuple(tables),
+        holders=tuple(all_holders),
+        wanters=tuple(all_wanters),
+        demands=tuple(demands),
+        lost=_merge_lost(lost),
+        fresh=tuple(fresh),
+        kept_bytes=kept,
+        derived_bytes=derived,
+    )
+
+
+def _slot_groups(
+    old_sets: tuple[StateSet, ...], new_sets: tuple[StateSet, ...], held: set[str]
+) -> list[tuple[str, ...]]:
+    """Slots wanted and held somewhere, grouped by equal geometry: same state sets, shard rule, memory and dtypes."""
+    groups: dict[tuple[object, ...], list[str]] = {}
+    names = dict.fromkeys(slot.name for s in new_sets for slot in s.slots)
+    for name in names:
+        if name not in held:
+            continue
+        key: list[object] = [name == "weight"]
+        for side in (old_sets, new_sets):
+            for number, state_set in enumerate(side):
+                slot = state_set.slot(name)
+                if slot is not None:
+                    key.append((side is old_sets, number, state_set.bound.layout.shard_rule(name), slot.host, slot.dtype))
+        groups.setdefault(tuple(key), []).append(name)
+    return [tuple(names) for names in groups.values()]
+
+
+def _class_places(
+    table: AtomTable, classes: tuple[tuple[int, ...], ...], *, old_side: bool, topology: Topology
+) -> tuple[tuple[int, ...], ...]:
+    groups = table.old_groups if old_side else table.new_groups
+    cached: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for members in classes:
+        if members not in cached:
+            places = {p for g in members for p in groups[g].places}
+            if old_side:
+                places = {p for p in places if topology.alive[topology.node_of_place(p)]}
+            cached[members] = tuple(sorted(places))
+    return tuple(cached[members] for members in classes)
+
+
+def _class_demands(
+    number: int,
+    table: AtomTable,
+    cls: int,
+    intervals: IntArray,
+    wanters: tuple[int, ...],
+    held_by: set[int],
+    topology: Topology,
+) -> Iterator[Demand]:
+    by_node: dict[int, list[int]] = {}
+    for place in wanters:
+        if place not in held_by:
+            by_node.setdefault(topology.node_of_place(place), []).append(place)
+    for node, lacking in by_node.items():
+        for places, region in _split_by_derived(table, intervals, lacking):
+            num_bytes = int(table.num_bytes[region].sum())
+            if num_bytes:
+                yield Demand(
+                    table=number, cls=cls, node=node, wanters=places, intervals=region, num_bytes=num_bytes
+                )
+
+
+def _split_by_derived(
+    table: AtomTable, intervals: IntArray, places: list[int]
+) -> Iterator[tuple[tuple[int, ...], IntArray]]:
+    """Cut ``intervals`` by which of ``places`` derive them; yields (places that still lack, intervals)."""
+    deriving: dict[int, list[int]] = {}
+    for position, place in enumerate(places):
+        own = table.derived.get(place)
+        if own is None:
+            continue
+        for interval in np.intersect1d(intervals, own, assume_unique=True).tolist():
+            deriving.setdefault(interval, []).append(position)
+    if not deriving:
+        yield tuple(places), intervals
+        return
+    rest = np.setdiff1d(intervals, np.fromiter(deriving, dtype=np.int64), assume_unique=True)
+    if len(rest):
+        yield tuple(places), rest
+    by_set: dict[tuple[int, ...], list[int]] = {}
+    for interval, positions in deriving.items():
+        by_set.setdefault(tuple(positions), []).append(interval)
+    for positions, region in by_set.items():
+        lacking = tuple(place for i, place in enumerate(places) if i not in positions)
+        if lacking:
+            yield lacking, np.array(sorted(region), dtype=np.int64)
+
+
+def _derived_bytes(table: AtomTable, intervals: IntArray, places: list[int]) -> int:
+    total = 0
+    for place in places:
+        own = table.derived.get(place)
+        if own is not None:
+            total += int(table.num_bytes[np.intersect1d(intervals, own, assume_unique=True)].sum())
+    return total
+
+
+def _lost_state(table: AtomTable, geometry: ModelGeometry, cls: int, demand: Demand) -> LostState:
+    cells = geometry.cells
+    group = table.new_groups[table.class_wanters[cls][0]]
+    return LostState(
+        state_set=geometry.new_sets[group.state_set].stage,
+        slots=table.slots,
+        num_bytes=demand.num_bytes,
+        example_tensor=cells.tensors[int(cells.tensor[table.cell[demand.intervals[0]]])].name,
+        last_holders=tuple(sorted({p for g in table.class_holders[cls] for p in table.old_groups[g].places})),
+    )
+
+
+def _merge_lost(lost: list[LostState]) -> tuple[LostState, ...]:
+    """One entry per (state set, slots, last holders), largest first."""
+    merged: dict[tuple[str, tuple[str, ...], tuple[int, ...]], LostState] = {}
+    for entry in lost:
+        key = (entry.state_set, entry.slots, entry.last_holders)
+        known = merged.get(key)
+        merged[key] = entry if known is None else replace(known, num_bytes=known.num_bytes + entry.num_bytes)
+    return tuple(sorted(merged.values(), key=lambda e: -e.num_bytes))

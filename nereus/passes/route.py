@@ -1,0 +1,244 @@
+"""route: which place sends what to whom.
+
+Node first: a node that lacks bytes takes each of them in once, in one stripe per wanter, and exchanges the stripes inside.
+Sources are the least loaded holders; a node that receives a piece in this transition is a source for the next one (pipelined by
+pieces), which pays where few nodes hold what many want. All moves of one demand together carry each of its bytes to each
+wanter once, so moved bytes equal the bound for the placement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nereus.ir.holdings import Topology
+from nereus.ir.intervals import Intervals
+from nereus.ir.transition import HOST, INTER, INTRA, LOCAL, Move
+from nereus.ir.units import MIB
+from nereus.passes.diff import Demand, Diff
+
+#: Fixed cost of one message between two GPUs, seconds (published two-rank fits: 40-76 us, cost_formulas section 6).
+MESSAGE_S = 50e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ports:
+    """Seconds that the moves so far keep each port busy."""
+
+    gpu_out: list[float]
+    gpu_in: list[float]
+    nic_out: list[float]
+    nic_in: list[float]
+
+    @property
+    def busiest_s(self) -> float:
+        return max((max(p, default=0.0) for p in (self.gpu_out, self.gpu_in, self.nic_out, self.nic_in)), default=0.0)
+
+
+class Links:
+    """Rates and link classes between places, looked up once per node."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.num_devices = topology.num_devices
+        self.node_of: list[int] = topology.node_of.tolist()
+        gpus = [node.gpu for node in topology.nodes]
+        self.intra = [1.0 / min(gpu.intra_bytes_per_s, gpu.intra_peer_bytes_per_s) for gpu in gpus]
+        self.pcie = [1.0 / gpu.pcie_bytes_per_s for gpu in gpus]
+        self.nic = [1.0 / node.nic_bytes_per_s for node in topology.nodes]
+
+    def node(self, place: int) -> int:
+        return self.node_of[place % self.num_devices]
+
+    def link(self, src: int, dst: int) -> str:
+        if src == dst:
+            return LOCAL
+        same_node = self.node(src) == self.node(dst)
+        src_host, dst_host = src >= self.num_devices, dst >= self.num_devices
+        if same_node and src_host and dst_host:
+            return LOCAL
+        if src % self.num_devices == dst % self.num_devices:
+            return HOST
+        return INTRA if same_node else INTER
+
+    def port_seconds(self, src: int, dst: int, num_bytes: int) -> tuple[float, float, float]:
+        """(source device port, destination device port, both NIC ports) for ``num_bytes`` from ``src`` to ``dst``."""
+        src_node, dst_node = self.node(src), self.node(dst)
+        kind = self.link(src, dst)
+        if kind == LOCAL:
+            return 0.0, 0.0, 0.0
+        through_host = src >= self.num_devices or dst >= self.num_devices
+        if kind == INTER:
+            nic = max(self.nic[src_node], self.nic[dst_node])
+            return num_bytes * self.pcie[src_node], num_bytes * self.pcie[dst_node], num_bytes * nic
+        rate = self.pcie[src_node] if through_host else self.intra[src_node]
+        return num_bytes * rate, num_bytes * rate, 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routed:
+    moves: tuple[Move, ...]
+    ports: Ports
+    links: Links
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """Options: the largest piece that travels as one move; stripes smaller than ``min_stripe_bytes`` are not cut further."""
+
+    piece_bytes: int = 256 * MIB
+    min_stripe_bytes: int = 1 * MIB
+
+    name = "route"
+
+    def apply(self, diff: Diff) -> Routed:
+        return _Router(self, diff).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Delivery:
+    """A part of a piece that a node took in: a place that may relay it."""
+
+    place: int
+    intervals: Intervals
+    move: int
+    depth: int
+
+
+class _Router:
+    def __init__(self, options: Route, diff: Diff) -> None:
+        self.options = options
+        self.diff = diff
+        self.links = Links(diff.topology)
+        devices, nodes = diff.topology.num_devices, len(diff.topology.nodes)
+        self.ports = Ports(
+            gpu_out=[0.0] * devices, gpu_in=[0.0] * devices, nic_out=[0.0] * nodes, nic_in=[0.0] * nodes
+        )
+        self.moves: list[Move] = []
+        # (table, class, piece) -> node -> what it took in
+        self.relays: dict[tuple[int, int, int], dict[int, list[_Delivery]]] = {}
+        self.holders_by_node: dict[tuple[int, int], dict[int, list[int]]] = {}
+        self.class_pieces: dict[tuple[int, int], list[Intervals]] = {}
+
+    def run(self) -> Routed:
+        tables = self.diff.tables
+        self.regions = [
+            Intervals(t.cell, t.start, t.stop) for t in tables
+        ]
+        # Large first: small demands then fill the ports that are left.
+        for demand in sorted(self.diff.demands, key=lambda d: (-d.num_bytes, d.table, d.cls, d.node, d.wanters)):
+            for number, piece in self._pieces(demand):
+                self._route_piece(demand, number, piece)
+        return Routed(moves=tuple(self.moves), ports=self.ports, links=self.links)
+
+    def _region(self, table: int, intervals: object) -> Intervals:
+        whole = self.regions[table]
+        return Intervals(whole.cell[intervals], whole.start[intervals], whole.stop[intervals])  # type: ignore[index]
+
+    def _pieces(self, demand: Demand) -> list[tuple[int, Intervals]]:
+        """Cut at fixed places of the class, so that what one node takes in is what the next one wants."""
+        element_bytes = self.diff.tables[demand.table].element_bytes
+        region = self._region(demand.table, demand.intervals)
+        if demand.num_bytes <= self.options.piece_bytes:
+            return [(-1, region)]
+        key = (demand.table, demand.cls)
+        if key not in self.class_pieces:
+            table = self.diff.tables[demand.table]
+            whole = self._region(demand.table, table.cls == demand.cls)
+            count = -(-whole.numel * element_bytes // self.options.piece_bytes)
+            self.class_pieces[key] = whole.split(count)
+        pieces = self.class_pieces[key]
+        if region.numel == sum(p.numel for p in pieces):
+            return list(enumerate(pieces))
+        cut = ((number, piece.intersect(region)) for number, piece in enumerate(pieces))
+        return [(number, piece) for number, piece in cut if len(piece)]
+
+    def _holders(self, demand: Demand) -> dict[int, list[int]]:
+        key = (demand.table, demand.cls)
+        if key not in self.holders_by_node:
+            by_node: dict[int, list[int]] = {}
+            for place in self.diff.holders[demand.table][demand.cls]:
+                by_node.setdefault(self.links.node(place), []).append(place)
+            self.holders_by_node[key] = by_node
+        return self.holders_by_node[key]
+
+    def _route_piece(self, demand: Demand, number: int, piece: Intervals) -> None:
+        holders = self._holders(demand)
+        if demand.node in holders:
+            for wanter in demand.wanters:
+                self._add(self._nearest(holders[demand.node], wanter), wanter, demand.table, piece, ())
+            return
+        element_bytes = self.diff.tables[demand.table].element_bytes
+        count = len(demand.wanters)
+        if piece.numel * element_bytes < self.options.min_stripe_bytes * count:
+            stripes = [piece]
+        else:
+            stripes = piece.split(count)
+        # Rotate who takes the first stripe: it may be a byte larger, and single stripes should not pile up on one wanter.
+        first = min(range(count), key=lambda i: (self._in_load(demand.wanters[i]), i)) if len(stripes) == 1 else 0
+        taken: list[_Delivery] = []
+        for index, stripe in enumerate(stripes):
+            taken += self._take_in(demand, number, holders, demand.wanters[(first + index) % count], stripe)
+        for delivery in taken:
+            for wanter in demand.wanters:
+                if wanter != delivery.place:
+                    self._add(delivery.place, wanter, demand.table, delivery.intervals, (delivery.move,))
+        if number >= 0 or count > 0:
+            relays = self.relays.setdefault((demand.table, demand.cls, number), {})
+            relays.setdefault(demand.node, []).extend(taken)
+
+    def _take_in(
+        self, demand: Demand, number: int, holders: dict[int, list[int]], wanter: int, stripe: Intervals
+    ) -> list[_Delivery]:
+        """Bring ``stripe`` from another node to ``wanter``, through relays where that is faster."""
+        element_bytes = self.diff.tables[demand.table].element_bytes
+        result: list[_Delivery] = []
+        rest = stripe
+        holder_node = min(holders, key=lambda n: (self.ports.nic_out[n], (n - demand.node) % len(self.ports.nic_out)))
+        relays = self.relays.get((demand.table, demand.cls, number), {})
+        if relays:
+            hop_s = MESSAGE_S + stripe.numel * element_bytes * self.links.nic[demand.node]
+            candidates = [
+                (self.ports.nic_out[node] + hop_s * parts[0].depth, node)
+                for node, parts in relays.items()
+                if parts and node != demand.node
+            ]
+            cost, relay_node = min(candidates, default=(float("inf"), -1))
+            if cost < self.ports.nic_out[holder_node]:
+                for part in list(relays[relay_node]):
+                    common = part.intervals if part.intervals is rest else part.intervals.intersect(rest)
+                    if len(common):
+                        move = self._add(part.place, wanter, demand.table, common, (part.move,))
+                        result.append(_Delivery(wanter, common, move, part.depth + 1))
+                        rest = rest.subtract(common)
+        if len(rest):
+            places = holders[holder_node]
+            source = min(places, key=lambda p: (self.ports.gpu_out[p % self.links.num_devices], p))
+            move = self._add(source, wanter, demand.table, rest, ())
+            result.append(_Delivery(wanter, rest, move, 1))
+        return result
+
+    def _nearest(self, places: list[int], wanter: int) -> int:
+        """A holder in the wanter's node: one in its own memory space if there is one, else the least loaded."""
+        num_devices = self.links.num_devices
+        return min(
+            places,
+            key=lambda p: (
+                self.links.link(p, wanter) != LOCAL,
+                self.ports.gpu_out[p % num_devices],
+                (p - wanter) % (2 * num_devices),
+            ),
+        )
+
+    def _in_load(self, place: int) -> float:
+        return self.ports.gpu_in[place % self.links.num_devices]
+
+    def _add(self, src: int, dst: int, table: int, intervals: Intervals, after: tuple[int, ...]) -> int:
+        num_bytes = intervals.numel * self.diff.tables[table].element_bytes
+        link = self.links.link(src, dst)
+        out_s, in_s, nic_s = self.links.port_seconds(src, dst, num_bytes)
+        self.ports.gpu_out[src % self.links.num_devices] += out_s
+        self.ports.gpu_in[dst % self.links.num_devices] += in_s
+        if link == INTER:
+            self.ports.nic_out[self.links.node(src)] += nic_s
+            self.ports.nic_in[self.links.node(dst)] += nic_s
+        self.moves.append(Move(src, dst, table, intervals, num_bytes, link, after))
+        return len(self.moves) - 1
