@@ -1,0 +1,161 @@
+"""How many elements of a model lie on one rank, per pipeline stage: exact, from the logical tensors.
+
+Tensor-parallel cuts give every tp rank the same number of elements, so the pipeline coordinate alone decides. Along
+data parallelism the largest shard stands for all: the allocation that must fit is the largest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from nereus.ir.arch import Arch
+from nereus.ir.plan import Stage
+from nereus.ir.tensor import LogicalTensor
+from nereus.models.tensors import logical_tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalShapes:
+    """The tensors of one pipeline coordinate after tensor and expert parallelism, as (rows, cols, how many of them)."""
+
+    dense: tuple[tuple[int, int, int], ...]
+    expert: tuple[tuple[int, int, int], ...]
+    num_layers: int
+    num_expert_layers: int
+    #: Elements of the largest layer, and of everything that belongs to no layer (embedding, norm, head).
+    largest_layer: int
+    ends: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """How a slot is spread over data-parallel ranks. ``rule``: none, flat, param or dim0, as in ``ir.layout``."""
+
+    rule: str
+    num_dense: int
+    num_expert: int
+
+
+def expert_tp(stage: Stage) -> int:
+    """Tensor parallelism inside an expert. An engine without expert parallelism cuts experts like everything else."""
+    if stage.kind == "generate" and stage.ep == 1 and stage.etp == 1:
+        return stage.tp
+    return stage.etp
+
+
+def expert_dp(stage: Stage) -> int:
+    """Ranks that hold the same experts: devices / (pp ep etp)."""
+    return max(1, stage.tp * stage.cp * stage.dp // (stage.ep * expert_tp(stage)))
+
+
+def sharding(stage: Stage, slot: str) -> Sharding:
+    """``slot`` may be ``gradients``, which follow the weights under ZeRO-3 and FSDP, the optimizer under ZeRO-2."""
+    if stage.fsdp > 1:
+        return Sharding(rule="dim0", num_dense=stage.fsdp, num_expert=min(stage.fsdp, expert_dp(stage)))
+    if stage.zero >= 3:
+        return Sharding(rule="param", num_dense=stage.dp, num_expert=expert_dp(stage))
+    replicated = slot == "weight" or (slot == "gradients" and stage.zero < 2)
+    if stage.zero == 0 or replicated:
+        return Sharding(rule="none", num_dense=1, num_expert=1)
+    return Sharding(rule="flat", num_dense=stage.dp, num_expert=expert_dp(stage))
+
+
+def local_shapes(arch: Arch, head: str, stage: Stage) -> tuple[LocalShapes, ...]:
+    """One per pipeline coordinate of ``stage``."""
+    return _local_shapes(arch, head, stage.tp, stage.ep, expert_tp(stage), stage.pp_split or _even(arch, stage.pp))
+
+
+def local_numel(shapes: LocalShapes, shards: Sharding) -> int:
+    """Elements on the fullest rank of the shard group."""
+    return _sharded(shapes.dense, shards.rule, shards.num_dense) + _sharded(
+        shapes.expert, shards.rule, shards.num_expert
+    )
+
+
+def _sharded(shapes: tuple[tuple[int, int, int], ...], rule: str, num_shards: int) -> int:
+    if rule == "flat":  # one range of all boxes laid end to end
+        return -(-sum(rows * cols * count for rows, cols, count in shapes) // num_shards)
+    if rule == "param":
+        return sum(-(-rows * cols // num_shards) * count for rows, cols, count in shapes)
+    if rule == "dim0":
+        return sum(-(-rows // num_shards) * cols * count for rows, cols, count in shapes)
+    return sum(rows * cols * count for rows, cols, count in shapes)
+
+
+def _even(arch: Arch, pp: int) -> tuple[int, ...]:
+    return tuple(arch.num_layers // pp + (stage < arch.num_layers % pp) for stage in range(pp))
+
+
+@lru_cache(maxsize=512)
+def _local_shapes(
+    arch: Arch, head: str, tp: int, ep: int, etp: int, pp_split: tuple[int, ...]
+) -> tuple[LocalShapes, ...]:
+    first_layer, pipeline = 0, []
+    by_layer = _by_layer(arch, head)
+    for index, num_layers in enumerate(pp_split):
+        layers = range(first_layer, first_layer + num_layers)
+        first_layer += num_layers
+        dense: dict[tuple[int, int], int] = {}
+        expert: dict[tuple[int, int], int] = {}
+        sizes, num_expert_layers = [], 0
+        for layer in layers:
+            size, has_experts = 0, False
+            for tensor in by_layer[layer]:
+                rows, cols = _box(tensor, tp, etp)
+                # Experts are numbered globally and divided over ep in equal runs; the fullest rank has the first run.
+                if tensor.expert is None:
+                    _count(dense, rows, cols)
+                elif tensor.expert < -(-_num_experts(arch) // ep):
+                    _count(expert, rows, cols)
+                    has_experts = True
+                else:
+                    continue
+                size += rows * cols
+            sizes.append(size)
+            num_expert_layers += has_experts
+        ends = 0
+        for tensor in by_layer[None]:
+            if (tensor.first and index == 0) or (tensor.last and index == len(pp_split) - 1):
+                rows, cols = _box(tensor, tp, etp)
+                _count(dense, rows, cols)
+                ends += rows * cols
+        pipeline.append(
+            LocalShapes(
+                dense=tuple((rows, cols, count) for (rows, cols), count in dense.items()),
+                expert=tuple((rows, cols, count) for (rows, cols), count in expert.items()),
+                num_layers=num_layers,
+                num_expert_layers=num_expert_layers,
+                largest_layer=max(sizes, default=0),
+                ends=ends,
+            )
+        )
+    return tuple(pipeline)
+
+
+@lru_cache(maxsize=64)
+def _by_layer(arch: Arch, head: str) -> dict[int | None, tuple[LogicalTensor, ...]]:
+    grouped: dict[int | None, list[LogicalTensor]] = {None: []}
+    for tensor in logical_tensors(arch, head):
+        grouped.setdefault(tensor.layer, []).append(tensor)
+    return {layer: tuple(tensors) for layer, tensors in grouped.items()}
+
+
+def _num_experts(arch: Arch) -> int:
+    assert arch.moe is not None
+    return arch.moe.num_experts
+
+
+def _count(counts: dict[tuple[int, int], int], rows: int, cols: int) -> None:
+    counts[rows, cols] = counts.get((rows, cols), 0) + 1
+
+
+def _box(tensor: LogicalTensor, tp: int, etp: int) -> tuple[int, int]:
+    """(rows, cols) of the part on one rank; a vector is n x 1."""
+    rows, cols = tensor.shape[0], tensor.numel // tensor.shape[0]
+    if tensor.cut is None:
+        return rows, cols
+    degree = etp if tensor.expert is not None else tp
+    extent = tensor.shape[tensor.cut.dim]
+    start, stop = tensor.cut.interval(extent, degree, 0)
+    return (stop - start, cols) if tensor.cut.dim == 0 else (rows, cols // extent * (stop - start))

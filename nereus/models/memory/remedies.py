@@ -1,0 +1,159 @@
+"""What would make a stage fit: changes of one or a few keys, each tested by evaluating the model again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from nereus.ir.plan import Plan, Stage
+from nereus.ir.units import GIB
+from nereus.models.memory.report import MemoryReport, MemoryRow
+from nereus.models.memory.state import owner_of
+from nereus.models.memory.steady import steady_state
+from nereus.models.tensors import tp_refusals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """``text``: what to write, e.g. ``micro_batch = 2`` or ``critic.train { idle = offload }``."""
+
+    text: str
+    need_bytes: int
+
+
+_Change = tuple[str, Callable[[Plan], Plan]]
+
+
+def remedies(plan: Plan, row: MemoryRow, report: MemoryReport) -> tuple[Remedy, ...]:
+    """Single changes that make ``row.stage`` fit and break no other stage; where none does, a combination."""
+    changes = tuple(_single_changes(plan, plan.stage(row.stage), row))
+    found = [remedy for text, change in changes if (remedy := _tested(change(plan), row.stage, text, report))]
+    if found:
+        return tuple(found)
+    combined, texts = plan, []
+    for text, change in _combination(plan, plan.stage(row.stage), row):
+        combined = change(combined)
+        texts.append(text)
+        remedy = _tested(combined, row.stage, ", ".join(texts), report)
+        if remedy is not None:
+            return (remedy,)
+    return ()
+
+
+def _tested(changed: Plan, stage: str, text: str, before: MemoryReport) -> Remedy | None:
+    after = steady_state(changed)
+    broken = {row.stage for row in before.rows if not row.fits}
+    if any(not row.fits and (row.stage == stage or row.stage not in broken) for row in after.rows):
+        return None
+    if any(not host.fits for host in after.hosts):
+        return None
+    return Remedy(text=text, need_bytes=after.worst(stage).need_bytes)
+
+
+def _single_changes(plan: Plan, stage: Stage, row: MemoryRow) -> Iterator[_Change]:
+    owner = owner_of(plan, stage)
+    if stage.kind == "generate":
+        yield from _smaller_cache(stage, row)
+    else:
+        yield from _smaller_micro_batch(plan, stage, row)
+    if stage.is_train and stage.recompute != "full":
+        yield _set(stage.name, "recompute", "full")
+    if owner.is_train and not owner.zero and not owner.fsdp and owner.dp > 1:
+        yield _set(owner.name, "zero", 1)
+    yield from _other_degrees(plan, owner)
+    for other in _resident_neighbours(plan, row, owner):
+        yield f"{other} {{ idle = offload }}", _setter(other, "idle", "offload")
+
+
+def _combination(plan: Plan, stage: Stage, row: MemoryRow) -> Iterator[_Change]:
+    """Cheapest in time first; each is added to those before it."""
+    owner = owner_of(plan, stage)
+    if owner.is_train and not owner.zero and not owner.fsdp and owner.dp > 1:
+        yield _set(owner.name, "zero", 1)
+    for other in _resident_neighbours(plan, row, owner):
+        yield f"{other} {{ idle = offload }}", _setter(other, "idle", "offload")
+    if stage.micro_batch > 1 and stage.max_tokens is None:
+        yield _set(stage.name, "micro_batch", 1)
+    if stage.is_train and stage.recompute != "full":
+        yield _set(stage.name, "recompute", "full")
+
+
+def _smaller_cache(stage: Stage, row: MemoryRow) -> Iterator[_Change]:
+    cache = stage.kv_cache_bytes
+    if cache is None:
+        return
+    fitting = (cache - (row.need_bytes - row.capacity_bytes)) // GIB
+    if fitting > 0:
+        yield f"kv_cache = {fitting} GiB", _setter(stage.name, "kv_cache_bytes", fitting * GIB)
+
+
+def _smaller_micro_batch(plan: Plan, stage: Stage, row: MemoryRow) -> Iterator[_Change]:
+    """The largest smaller one that keeps mini_batch = dp x micro_batch x accumulation and fits."""
+    if stage.max_tokens is not None:
+        return
+    for size in range(stage.micro_batch - 1, 0, -1):
+        if stage.is_train and plan.workload.mini_batch % (stage.dp * size):
+            continue
+        text, change = _set(stage.name, "micro_batch", size)
+        if steady_state(change(plan)).worst(stage.name).fits:
+            yield text, change
+            return
+
+
+def _other_degrees(plan: Plan, owner: Stage) -> Iterator[_Change]:
+    """More tensor parallelism, out of data parallelism or out of the pipeline, inside a node."""
+    if owner.fsdp or owner.ep > 1:
+        return
+    inside = min(sum(d.node == node for d in owner.devices) for node in {d.node for d in owner.devices})
+    names = {s.name for s in plan.stages if s.service is None and owner_of(plan, s).name == owner.name}
+    num_layers = plan.model(owner.model).arch.num_layers
+    for tp in range(owner.tp + 1, inside + 1):
+        if inside % tp or any(tp_refusals(plan.model(plan.stage(name).model).arch, tp) for name in names):
+            continue
+        pipelines = {owner.pp, owner.pp * owner.tp // tp} if owner.pp * owner.tp % tp == 0 else {owner.pp}
+        for pp in sorted(pipelines, reverse=True):
+            if pp < 1 or num_layers % pp or len(owner.devices) % (tp * pp * owner.cp):
+                continue
+            dp = len(owner.devices) // (tp * pp * owner.cp)
+            per_microbatch = dp * max(plan.stage(name).micro_batch for name in names)
+            if owner.is_train and plan.workload.mini_batch % per_microbatch:
+                continue
+            text = f"tp = {tp}" if pp == owner.pp else f"tp = {tp}  pp = {pp}"
+            yield text, _degrees_setter(names, tp=tp, pp=pp, dp=dp, num_layers=num_layers)
+
+
+def _resident_neighbours(plan: Plan, row: MemoryRow, owner: Stage) -> tuple[str, ...]:
+    """Stages whose idle state lies beside the running one, largest first."""
+    beside: dict[str, int] = {}
+    for part in row.parts:
+        if part.stage and owner_of(plan, plan.stage(part.stage)).name != owner.name:
+            beside[part.stage] = beside.get(part.stage, 0) + part.num_bytes
+    return tuple(sorted(beside, key=lambda name: -beside[name]))
+
+
+def _set(stage: str, key: str, value: int | str) -> _Change:
+    return f"{key} = {value}", _setter(stage, key, value)
+
+
+def _setter(stage: str, key: str, value: int | str) -> Callable[[Plan], Plan]:
+    def change(plan: Plan) -> Plan:
+        changed: dict[str, int | str] = {key: value}
+        stages = tuple(replace(s, **changed) if s.name == stage else s for s in plan.stages)  # type: ignore[arg-type]
+        return replace(plan, stages=stages)
+
+    return change
+
+
+def _degrees_setter(names: set[str], *, tp: int, pp: int, dp: int, num_layers: int) -> Callable[[Plan], Plan]:
+    def change(plan: Plan) -> Plan:
+        return replace(
+            plan,
+            stages=tuple(
+                replace(s, tp=tp, pp=pp, dp=dp, sp=True, vp=1, pp_split=(num_layers // pp,) * pp)
+                if s.name in names
+                else s
+                for s in plan.stages
+            ),
+        )
+
+    return change
