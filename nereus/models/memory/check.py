@@ -58,7 +58,7 @@ def _does_not_fit(plan: Plan, row: MemoryRow, report: MemoryReport) -> Diagnosti
         options = "; ".join(f"{remedy.text} ({format_gb(remedy.need_bytes)} GB)" for remedy in helping)
         help_text = f"fits with: {options}"
     else:
-        help_text = "no smaller micro_batch, recompute, zero, tp or offload makes it fit: give it more or larger GPUs"
+        help_text = "neither micro_batch, recompute, zero, tp nor offload makes it fit: give it more or larger GPUs"
     return Diagnostic(
         code="NRS4001",
         severity=Severity.ERROR,

@@ -25,19 +25,23 @@ _Change = tuple[str, Callable[[Plan], Plan]]
 
 
 def remedies(plan: Plan, row: MemoryRow, report: MemoryReport) -> tuple[Remedy, ...]:
-    """Single changes that make ``row.stage`` fit and break no other stage; where none does, a combination."""
+    """Single changes that make ``row.stage`` fit and break no other stage; if none does, the shortest combination."""
     changes = tuple(_single_changes(plan, plan.stage(row.stage), row))
     found = [remedy for text, change in changes if (remedy := _tested(change(plan), row.stage, text, report))]
     if found:
         return tuple(found)
-    combined, texts = plan, []
-    for text, change in _combination(plan, plan.stage(row.stage), row):
-        combined = change(combined)
-        texts.append(text)
-        remedy = _tested(combined, row.stage, ", ".join(texts), report)
-        if remedy is not None:
-            return (remedy,)
-    return ()
+    best: tuple[int, Remedy] | None = None
+    for base in (None, *_other_degrees(plan, owner_of(plan, plan.stage(row.stage)))):
+        combined, texts = (plan, []) if base is None else (base[1](plan), [base[0]])
+        for text, change in _combination(combined, combined.stage(row.stage), row):
+            combined = change(combined)
+            texts.append(text)
+            remedy = _tested(combined, row.stage, ", ".join(texts), report)
+            if remedy is not None:
+                if best is None or len(texts) < best[0]:
+                    best = len(texts), remedy
+                break
+    return () if best is None else (best[1],)
 
 
 def _tested(changed: Plan, stage: str, text: str, before: MemoryReport) -> Remedy | None:
