@@ -18,7 +18,7 @@ PY ?= python3.12
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
-PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+PIP_INSTALL := -m pip install -qq --disable-pip-version-check
 RUN_STAMP := $(VENV)/.stamp-run
 DEV_STAMP := $(VENV)/.stamp-dev
 INSTALL_INPUTS := pyproject.toml Makefile .ci/constraints.txt

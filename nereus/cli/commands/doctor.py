@@ -20,7 +20,7 @@ from nereus.ir.units import format_gb
 WORKS, INSTALLED, MISSING, BROKEN = "works", "installed", "missing", "broken"
 _COLORS = {WORKS: "green", INSTALLED: "green", MISSING: "yellow", BROKEN: "red"}
 
-_CORE = ("lark", "networkx", "numpy", "ortools", "rich")
+_CORE = ("lark", "networkx", "numpy", "ortools", "pyyaml", "rich")
 #: Framework, names of its distributions, what it enables, extra of ours.
 _FRAMEWORKS = (
     ("ray", ("ray",), "jobs whose workers are Ray actors", "ray"),

@@ -11,7 +11,7 @@ from nereus.cli.options import add_json
 from nereus.cli.output import FORMAT_VERSION, Output
 from nereus.cli.packages import package_version
 
-_CORE = ("lark", "networkx", "numpy", "ortools", "rich")
+_CORE = ("lark", "networkx", "numpy", "ortools", "pyyaml", "rich")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
