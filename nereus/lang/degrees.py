@@ -1,0 +1,185 @@
+"""Parallel degrees of one stage against its devices and its model: what does not fit, and what would."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from nereus.ir.arch import Arch
+from nereus.ir.cluster import Device
+from nereus.ir.diagnostic import Fix, Span
+from nereus.ir.plan import Model, Workload
+from nereus.lang.sink import Sink, listing
+from nereus.models.tensors import legal_tp, tp_refusals
+
+
+class DegreeChecker:
+    """Messages name the stage; carets go to the key that would have to change."""
+
+    def __init__(self, stage: str, spans: Mapping[str, Span], head: Span, sink: Sink) -> None:
+        self._stage = stage
+        self._spans = spans
+        self._head = head
+        self._sink = sink
+
+    def at(self, *keys: str) -> Span:
+        return next((self._spans[key] for key in keys if key in self._spans), self._head)
+
+    def error(self, code: str, headline: str, keys: Sequence[str], label: str = "", **more: object) -> None:
+        self._sink.error(code, f"{self._stage}: {headline}", self.at(*keys), label, **more)
+
+    def tp(self, model: Model, tp: int, num_devices: int | None) -> bool:
+        reasons = tp_refusals(model.arch, tp, head=model.head)
+        if not reasons:
+            return True
+        legal = legal_tp(model.arch, head=model.head)
+        others: list[str] = []
+        for d in range(2, 65):
+            asked_for = model.arch.num_heads % d == 0 or (num_devices is not None and num_devices % d == 0)
+            if d != tp and d not in legal and asked_for and len(others) < 8:
+                others.append(f"tp = {d}: {'; '.join(tp_refusals(model.arch, d, head=model.head))}")
+        notes = (*reasons, f"legal tp: {', '.join(map(str, legal))}", *others)
+        best = max((d for d in legal if d <= tp), default=1)
+        fix = Fix(span=self._spans["tp"], text=f"tp = {best}") if "tp" in self._spans else None
+        headline = f"tp = {tp} cannot cut {model.source or model.name}"
+        label = f"legal: {', '.join(map(str, legal))}"
+        self.error("NRS3005", headline, ("tp", "with"), label, notes=notes, help=f"write tp = {best}", fix=fix)
+        return False
+
+    def count(self, num_devices: int, tp: int, pp: int, cp: int) -> int | None:
+        """dp, or None after an error."""
+        unit = tp * pp * cp
+        if num_devices % unit == 0:
+            return num_devices // unit
+        product = " x ".join(f"{name} {value}" for name, value in (("tp", tp), ("pp", pp), ("cp", cp)) if value > 1)
+        below, above = num_devices // unit * unit, (num_devices // unit + 1) * unit
+        near = f"{below} or {above}" if below else str(above)
+        headline = f"{num_devices} GPUs do not divide by {product}" + (f" = {unit}" if " x " in product else "")
+        help_text = f"the nearest counts that do are {near}" if below else f"it needs at least {above} GPUs"
+        data = (("num_devices", num_devices), ("unit", unit))
+        self.error("NRS3003", headline, ("on",), f"{num_devices} GPUs", help=help_text, data=data)
+        return None
+
+    def written_dp(self, written: int, dp: int, num_devices: int, tp: int, pp: int, cp: int) -> bool:
+        if written == dp:
+            return True
+        note = f"dp = {num_devices} GPUs / (tp {tp} x pp {pp} x cp {cp}) = {dp}"
+        fix = Fix(span=self._spans["dp"], text=f"dp = {dp}")
+        headline = f"dp = {written} disagrees with its devices, which make dp {dp}"
+        self.error("NRS3004", headline, ("dp",), f"should be {dp}", notes=(note,), help="leave dp out", fix=fix)
+        return False
+
+    def split(self, arch: Arch, pp: int, vp: int, written: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """Layers of each pipeline stage, or None after an error."""
+        layers = arch.num_layers
+        if pp > layers:
+            headline = f"pp = {pp} is more than the {layers} layers of its model"
+            self.error("NRS3008", headline, ("pp", "with"), f"at most {layers}")
+            return None
+        found = written
+        if found is None:
+            if layers % pp:
+                text = ", ".join(map(str, even_split(layers, pp)))
+                legal = [d for d in range(1, min(layers, 128) + 1) if layers % d == 0]
+                headline = f"pp = {pp} would lose layers: {layers} layers do not divide by {pp}"
+                notes = (f"pp that divide: {', '.join(map(str, legal))}",)
+                fix = None
+                if "pp" in self._spans:
+                    fix = Fix(span=self._spans["pp"], text=f"pp = {pp}  pp_split = ({text})")
+                help_text = f"say how they are split: pp_split = ({text})"
+                keys = ("pp", "with")
+                self.error("NRS3008", headline, keys, f"{layers} / {pp}", notes=notes, help=help_text, fix=fix)
+                return None
+            found = (layers // pp,) * pp
+        elif len(found) != pp or sum(found) != layers:
+            text = ", ".join(map(str, even_split(layers, pp)))
+            wrong = f"{len(found)} parts for pp = {pp}" if len(found) != pp else f"{sum(found)} layers of {layers}"
+            headline = f"pp_split has {wrong}"
+            help_text = f"for instance pp_split = ({text}), or pp_split = default"
+            self.error("NRS3009", headline, ("pp_split",), wrong, help=help_text)
+            return None
+        if vp > 1:
+            if pp == 1:
+                self.error("NRS3017", f"vp = {vp} needs a pipeline, and pp is 1", ("vp",), "remove it")
+                return None
+            uneven = next((n for n in found if n % vp), None)
+            if uneven is not None:
+                legal = [d for d in range(1, 65) if all(n % d == 0 for n in found)]
+                headline = f"vp = {vp} does not divide a pipeline stage of {uneven} layers"
+                help_text = f"legal vp: {', '.join(map(str, legal))}"
+                self.error("NRS3017", headline, ("vp", "pp_split"), "does not come out", help=help_text)
+                return None
+        return found
+
+    def experts(self, arch: Arch, *, ep: int, etp: int, pp: int, num_devices: int) -> bool:
+        moe = arch.moe
+        if moe is None:
+            for key, value in (("ep", ep), ("etp", etp)):
+                if value > 1:
+                    self.error("NRS3012", f"{key} = {value}, but its model has no experts", (key,), "remove it")
+            return ep == 1 and etp == 1
+        good = True
+        if moe.num_experts % ep:
+            legal = [d for d in range(1, min(moe.num_experts, 256) + 1) if moe.num_experts % d == 0]
+            headline = f"ep = {ep} does not divide {moe.num_experts} experts"
+            self.error("NRS3013", headline, ("ep",), f"legal: {', '.join(map(str, legal))}")
+            good = False
+        if moe.expert_ffn % etp:
+            headline = f"etp = {etp} does not divide the expert width {moe.expert_ffn}"
+            self.error("NRS3013", headline, ("etp", "tp"), "does not come out")
+            good = False
+        group = num_devices // pp
+        if good and (num_devices % pp == 0) and group % (ep * etp):
+            legal = [d for d in range(1, 257) if moe.num_experts % d == 0 and group % (d * etp) == 0]
+            headline = f"ep {ep} x etp {etp} does not divide the {group} GPUs of a pipeline stage (tp x cp x dp)"
+            help_text = f"legal ep with etp {etp}: {', '.join(map(str, legal)) or 'none'}"
+            self.error("NRS3013", headline, ("ep", "etp", "tp"), "does not come out", help=help_text)
+            good = False
+        return good
+
+    def batch(self, workload: Workload, *, dp: int, micro_batch: int, by_tokens: bool) -> bool:
+        """mini_batch = dp x micro_batch x accumulation."""
+        mini_batch = workload.mini_batch
+        unit = dp if by_tokens else dp * micro_batch
+        if mini_batch % unit == 0:
+            return True
+        notes = []
+        if not by_tokens and mini_batch % dp == 0:
+            legal = [d for d in range(1, 65) if (mini_batch // dp) % d == 0]
+            notes.append(f"legal micro_batch at dp {dp}: {', '.join(map(str, legal))}")
+        per = 1 if by_tokens else micro_batch
+        span = range(1, min(4 * dp, 4096) + 1)
+        near = sorted((d for d in span if mini_batch % (d * per) == 0), key=lambda d: (abs(d - dp), d))
+        if near:
+            suffix = "" if by_tokens else f" at micro_batch {micro_batch}"
+            notes.append(f"nearest legal dp{suffix}: {listing(sorted(near[:6]), 'or')}")
+        what = f"dp {dp}" if by_tokens else f"dp {dp} x micro_batch {micro_batch} = {unit}"
+        headline = f"mini_batch {mini_batch} does not come out: it is no multiple of {what}"
+        self.error("NRS3007", headline, ("micro_batch", "on", "with"), "does not divide mini_batch", notes=tuple(notes))
+        return False
+
+    def tp_inside_nodes(self, ranks: Sequence[Device], tp: int, stride: int) -> None:
+        """Warns where ranks of one tp group lie on several nodes. ``stride``: distance of neighbours in a group."""
+        if tp == 1:
+            return
+        block = tp * stride
+        crossing: list[int] = []
+        for base in range(0, len(ranks), block):
+            for first in range(base, min(base + stride, len(ranks))):
+                node = ranks[first].node
+                if any(ranks[first + i * stride].node != node for i in range(1, tp)):
+                    crossing.append(first)
+        if not crossing:
+            return
+        nodes = list(dict.fromkeys(ranks[crossing[0] + i * stride].node for i in range(tp)))
+        shown = listing(nodes if len(nodes) <= 4 else [*nodes[:3], f"{len(nodes) - 3} more"])
+        headline = f"{self._stage}: tp = {tp} crosses nodes in {len(crossing)} of {len(ranks) // tp} groups"
+        notes = (f"the first such group lies on {shown}",)
+        help_text = "tensor parallelism exchanges activations in every layer: keep it within the GPUs of a node"
+        self._sink.warning("NRS3006", headline, self.at("tp", "order", "on"), "slow links", notes=notes, help=help_text)
+
+
+def even_split(layers: int, pp: int) -> tuple[int, ...]:
+    """As even as can be; spare layers go to the middle, away from the embedding and the logits."""
+    base, spare = divmod(layers, pp)
+    middle = sorted(range(pp), key=lambda i: (abs(2 * i - pp + 1), i))
+    return tuple(base + (i in middle[:spare]) for i in range(pp))
