@@ -56,3 +56,11 @@ def test_numbers(shared: Path) -> None:
     report = steady_state(_plan(shared, "ppo-8b-4k"))
     needs = {row.stage: round(row.need_bytes / GB, 1) for row in report.worst_rows()}
     assert (needs["actor.train"], needs["critic.train"]) == (62.6, 70.4)
+
+
+def test_examples_of_the_catalogue_show_their_codes() -> None:
+    memory = pytest.importorskip("nereus.lang.catalog.memory")
+    for entry in memory.ENTRIES:
+        result = api.resolve_text(entry.example["plan.plan"])
+        assert isinstance(result.plan, Plan), result.diagnostics
+        assert [d.code for d in check_memory(result.plan)] == [entry.code]

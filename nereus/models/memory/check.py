@@ -27,8 +27,8 @@ _DECIDING_KEYS = {
     "working set": ("micro_batch", "max_tokens"),
     "kv cache": ("kv_cache", "mem"),
     "weights": ("tp", "pp", "on"),
-    "master": ("zero", "optimizer", "tp", "on"),
-    "moments": ("zero", "optimizer", "tp", "on"),
+    "master": ("zero", "tp", "pp", "on"),
+    "moments": ("zero", "tp", "pp", "on"),
     "gradients": ("tp", "pp", "on"),
 }
 
@@ -192,7 +192,7 @@ def _part_text(running: str, part: Part) -> str:
 def _shape(plan: Plan, stage: Stage, row: MemoryRow) -> str:
     """What the numbers rest on."""
     batch = f"max_tokens = {stage.max_tokens}" if stage.max_tokens is not None else f"micro_batch = {stage.micro_batch}"
-    text = f"{plan.workload.seq_len} tokens a sequence (prompt_len + response_len), {batch}"
+    text = f"{plan.workload.seq_len:,} tokens a sequence (prompt_len + response_len), {batch}"
     if stage.pp > 1:
         text += f", pipeline stage {row.pp_index} of {stage.pp}"
         if stage.is_train:
