@@ -19,8 +19,8 @@ ENTRIES: tuple[CodeEntry, ...] = (
         code="NRS4001",
         title="a stage does not fit in GPU memory",
         cause=(
-            "While this stage runs, the named GPU would hold more than 0.9 of its memory. The note splits the need into "
-            "weights, fp32 master, moments, gradients, activations of the micro-batches in flight, logits, KV cache, "
+            "While this stage runs, the named GPU would hold more than 0.9 of its memory. The note splits the need "
+            "into weights, fp32 master, moments, gradients, activations of the micro-batches in flight, logits, KV, "
             "what other stages keep resident beside it, and 1 GB for each process. Sequences count with prompt_len + "
             "response_len."
         ),
@@ -38,8 +38,8 @@ ENTRIES: tuple[CodeEntry, ...] = (
         code="NRS4002",
         title="offloaded state does not fit in host memory",
         cause=(
-            "State of stages with idle = offload or swap = host, and slots kept on the host, add up over all ranks of a "
-            "node to more than its host_mem."
+            "State of stages with idle = offload or swap = host, and slots kept on the host, add up over all ranks of "
+            "a node to more than its host_mem."
         ),
         example={
             "plan.plan": _TRAINER.format(gpu="h100-sxm-80gb", host="64 GiB", promised=1024)
