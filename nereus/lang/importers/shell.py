@@ -62,6 +62,7 @@ class _Reader:
     sourced: list[Field] = field(default_factory=list)
     conditional: tuple[int, int] | None = None
     pinned: tuple[int, int] | None = None  # inside `bash -c "..."`: where the string stands
+    active: list[str] = field(default_factory=list)  # functions being followed; recursion is not
     depth: int = 0
     steps: int = 0
 
@@ -102,15 +103,21 @@ class _Reader:
 
     def _simple(self, node: syntax.Simple) -> None:
         first = node.words[0].bare if node.words else None
-        lasting = not node.words or first in ("export", "declare", "local", "readonly", "typeset")
-        saved = None if lasting else dict(self.variables) if node.assigns else self.variables
+        if not node.words or first in ("export", "declare", "local", "readonly", "typeset"):
+            for assign in node.assigns:
+                self._assign(assign)
+            return
+        fields = self._fields(node.words)  # before the assignments, which are for the command alone
+        if not node.assigns:
+            self._dispatch(node, fields)
+            return
+        saved = dict(self.variables)
         for assign in node.assigns:
             self._assign(assign)
-        if lasting:
-            return
-        fields = self._fields(node.words)
-        if saved is not None:
-            self.variables = saved  # NAME=value before a command is for that command alone
+        self._dispatch(node, fields)
+        self.variables = saved
+
+    def _dispatch(self, node: syntax.Simple, fields: list[Field]) -> None:
         if not fields:
             return
         name, rest = fields[0].text, fields[1:]
@@ -124,10 +131,11 @@ class _Reader:
                 if item.text.isidentifier():
                     why = f"is read at run time by `{name}`"
                     self.variables[item.text] = self._unknown(item.text, why, node.start, node.end)
-        elif name in self.functions and self.depth < 20:
-            self.depth += 1
-            self.run(self.functions[name])
-            self.depth -= 1
+        elif name in self.functions:
+            if name not in self.active and len(self.active) < 20:
+                self.active.append(name)
+                self.run(self.functions[name])
+                self.active.pop()
         elif name == "eval" or (name in ("bash", "sh", "zsh") and any(_is_command_flag(f.text) for f in rest)):
             self._nested(fields, rest if name == "eval" else rest[-1:])
         else:
