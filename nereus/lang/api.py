@@ -57,6 +57,6 @@ def format_text(text: str, path: str = "<text>") -> FormatResult:
 
 
 def _load(source: Source, base_dir: str | None, sink: Sink) -> LoadResult:
-    files = load_chain(source, base_dir, sink)
-    plan = resolve(files, source.path, sink, base_dir)
-    return LoadResult(plan=plan, diagnostics=sink.diagnostics(), sources=tuple(f.source for f in files))
+    chain = load_chain(source, base_dir, sink)
+    plan = resolve(chain, source.path, sink, base_dir)
+    return LoadResult(plan=plan, diagnostics=sink.diagnostics(), sources=tuple(f.source for f in chain.files))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 from nereus.ir.diagnostic import Label, Source, Span
 from nereus.lang.parser import MAX_CHARS, parse
@@ -46,8 +47,16 @@ def read_source(path: str) -> Source:
         raise ReadError(sentence, source, len(good), code="NRS1002") from None
 
 
-def load_chain(source: Source, base_dir: str | None, sink: Sink) -> tuple[File, ...]:
-    """The files of a plan, base first. ``base_dir``: where a relative ``extends`` of ``source`` starts."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """The files of a plan, base first. ``complete`` is False where a base could not be read."""
+
+    files: tuple[File, ...]
+    complete: bool
+
+
+def load_chain(source: Source, base_dir: str | None, sink: Sink) -> Chain:
+    """``base_dir``: where a relative ``extends`` of ``source`` starts; by default its own folder."""
     files: list[File] = []
     seen: dict[str, str] = {}
     here: Source | None = source
@@ -77,7 +86,7 @@ def load_chain(source: Source, base_dir: str | None, sink: Sink) -> tuple[File, 
             path = os.path.normpath(os.path.join(folder, name)) if name else ""
             folder = os.path.dirname(path)
             here = _read_base(path, came_from, sink)
-    return tuple(files)
+    return Chain(files=tuple(files), complete=came_from is None)
 
 
 def _base_of(file: File, sink: Sink) -> Extends | None:

@@ -55,12 +55,15 @@ class Merged:
     stages: dict[str, Section] = field(default_factory=dict)
     #: Some text of some file was not read.
     broken: bool = False
+    #: Some node blocks could not be understood, so nobody knows which nodes there are.
+    nodes_broken: bool = False
 
 
-def merge(files: Sequence[File], sink: Sink) -> Merged:
-    merged = Merged(broken=any(f.skipped for f in files))
+def merge(files: Sequence[File], sink: Sink, *, complete: bool = True) -> Merged:
+    """``files`` base first; ``complete`` is False where a base of them is unknown."""
+    merged = Merged(broken=not complete or any(f.skipped for f in files))
     for level, file in enumerate(files):
-        _Merger(merged, file, level, sink).run()
+        _Merger(merged, file, level, sink, complete=complete).run()
     return merged
 
 
@@ -92,7 +95,8 @@ def _duplicate_key(name: str, span: Span, first: Span, where: str, sink: Sink) -
 class _Merger:
     """Adds one file. Names that this file has defined so far tell a duplicate from an override."""
 
-    def __init__(self, merged: Merged, file: File, level: int, sink: Sink) -> None:
+    def __init__(self, merged: Merged, file: File, level: int, sink: Sink, *, complete: bool) -> None:
+        self._complete = complete
         self._merged = merged
         self._file = file
         self._level = level
@@ -217,11 +221,13 @@ class _Merger:
             names = expand(block.label.text)
         except RangeError as error:
             self._sink.error("NRS2028", str(error), block.label.span, "this range")
+            self._merged.nodes_broken = True
             return
         if any(not _NAME.fullmatch(name) for name in names):
             headline = f"'{show(block.label.text)}' cannot name a node"
             label = "letters, digits, '_' and '-' only, a letter first"
             self._sink.error("NRS2026", headline, block.label.span, label)
+            self._merged.nodes_broken = True
             return
         doubles = len(names) - len(set(names))
         if doubles:
@@ -298,6 +304,8 @@ class _Merger:
         return Span(source=block.span.source, start=block.keyword.span.start, end=end)
 
     def _is_broken(self, block: Block) -> bool:
+        if not self._complete:
+            return True
         return any(s.start <= block.span.end and block.span.start <= s.end for s in self._file.skipped)
 
     def _fill(

@@ -63,14 +63,17 @@ def parse(source: Source) -> ParseResult:
     if len(text) > MAX_CHARS:
         headline = f"the file has {len(text):,} characters; a plan has at most {MAX_CHARS:,}"
         sink.error("NRS1001", headline, Span(source=source, start=0, end=0))
-        return ParseResult(file=File(items=(), source=source), diagnostics=sink.diagnostics())
+        whole = Span(source=source, start=0, end=len(text))
+        return ParseResult(file=File(items=(), source=source, skipped=(whole,)), diagnostics=sink.diagnostics())
     marks = scan(text)
     comments = tuple(Span(source=source, start=a, end=b) for a, b in marks.comments)
     if marks.max_depth > MAX_DEPTH:
         at = marks.deepest
         span = Span(source=source, start=at, end=at + 1)
         sink.error("NRS1010", f"brackets nest more than {MAX_DEPTH} deep", span, "this one is too deep")
-        return ParseResult(file=File(items=(), source=source, comments=comments), diagnostics=sink.diagnostics())
+        whole = Span(source=source, start=0, end=len(text))
+        file = File(items=(), source=source, comments=comments, skipped=(whole,))
+        return ParseResult(file=file, diagnostics=sink.diagnostics())
     skipped: list[Span] = []
     try:
         items = _convert_start(_lark().parse(text), source, 0)

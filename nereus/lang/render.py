@@ -85,8 +85,12 @@ class _Painter:
                 if shown >= 0 and number > shown + 1:
                     lines.append(self._paint("...", "34"))
                 shown = number
+                # Labels of one line share it, unless a long line shows another part for each.
+                row = ""
                 for label, primary in by_line[number]:
-                    lines += self._snippet(source, number, label, gutter, style if primary else "34", primary)
+                    snippet = self._snippet(source, number, label, gutter, style if primary else "34", primary)
+                    lines += snippet if snippet[0] != row else snippet[1:]
+                    row = snippet[0]
         for kind, text in [*(("note", n) for n in d.notes), *([("help", d.help)] if d.help else [])]:
             prefix = f"{' ' * gutter} = {kind}: "
             painted = f"{' ' * gutter} {self._paint('=', '34')} {self._paint(kind, '1')}: "

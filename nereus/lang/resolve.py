@@ -8,21 +8,21 @@ from nereus.ir.cluster import Device
 from nereus.ir.diagnostic import Label
 from nereus.ir.plan import Plan, Stage, Workload
 from nereus.lang import schema
+from nereus.lang.load import Chain
 from nereus.lang.merge import Merged, merge
 from nereus.lang.resolve_cluster import ClusterResolver
 from nereus.lang.resolve_model import ModelResolver
 from nereus.lang.resolve_stage import StageResolver
 from nereus.lang.resolve_workload import resolve_checkpoint, resolve_workload
 from nereus.lang.sink import Sink, listing
-from nereus.lang.syntax import File
 
 
-def resolve(files: Sequence[File], path: str, sink: Sink, base_dir: str | None = None) -> Plan | None:
-    """The plan that ``files`` (base first) describe; None when ``sink`` has errors afterwards.
+def resolve(chain: Chain, path: str, sink: Sink, base_dir: str | None = None) -> Plan | None:
+    """The plan that a chain of files describes; None when ``sink`` has errors afterwards.
 
     ``base_dir``: where relative paths of the last file start; by default its own folder.
     """
-    merged = merge(files, sink)
+    merged = merge(chain.files, sink, complete=chain.complete)
     cluster = ClusterResolver(merged, sink)
     folders = {} if base_dir is None else {path: base_dir}
     models = ModelResolver(merged, sink, folders)
@@ -35,7 +35,8 @@ def resolve(files: Sequence[File], path: str, sink: Sink, base_dir: str | None =
     if workload is not None:
         if workload.mode == "async":
             _check_generation_apart(stages.stages, cluster, sink)
-        _note_usual_stages(merged, workload, sink)
+        if not sink.has_errors:
+            _note_usual_stages(merged, workload, sink)
     if sink.has_errors or workload is None:
         return None
     return Plan(

@@ -31,7 +31,7 @@ class ClusterResolver:
         self._reader = Reader(sink)
         self._nodes: dict[str, Node] = {}
         self._lost: dict[str, Span | None] = {}
-        self.complete = not merged.broken
+        self.complete = not merged.broken and not merged.nodes_broken
         if merged.cluster is None:
             if not merged.broken:
                 help_text = 'write cluster { node n[0-1] { gpus = 8 x "h100-sxm-80gb" } }'

@@ -171,7 +171,7 @@ class StageResolver:
         if not given and not section.broken:
             nodes = [node.name for node in self._cluster.cluster.nodes]
             example = f"write on = {nodes[0]}" if nodes else "write on = n0"
-            headline = f"{show(section.name)} says on which GPUs it runs nowhere"
+            headline = f"{show(section.name)} does not say on which GPUs it runs"
             help_text = f"{example}, with = OTHER.STAGE or service = URL"
             self._sink.error("NRS2019", headline, section.head, "'on' is missing", help=help_text)
         if "service" in entries:

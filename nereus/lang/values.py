@@ -131,7 +131,7 @@ class Reader:
             return None
         if value.text in known:
             return value.text
-        headline = f"'{show(value.text)}' is no {entry.name}"
+        headline = f"'{show(value.text)}' is no value of {entry.name}"
         more = suggestion(value.text, known, value.span)
         self.sink.error("NRS2007", headline, value.span, f"one of {listing(known, 'or')}", **more)
         return None

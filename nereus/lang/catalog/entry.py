@@ -1,4 +1,4 @@
-"""One documented code: what ``nereusc explain`` prints."""
+"""What ``nereusc explain`` knows about a code."""
 
 from __future__ import annotations
 
@@ -8,11 +8,36 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeEntry:
-    """``example`` maps file names to texts that make ``nereusc COMMAND`` report the code."""
+    """``example``: file name -> text of a bad input. ``command`` is given its first file (``diff`` its first two).
+
+    A test runs every ``check`` example and expects ``code``.
+    """
 
     code: str
     title: str
     cause: str
     example: Mapping[str, str]
-    command: str  # check | diff
+    command: str = "check"  # check | diff | import | run
     fix: str
+    #: File that the command is given when it is not the first.
+    compiles: str | None = None
+    #: How the example is written to disk; only a code about encodings needs another.
+    encoding: str = "utf-8"
+
+
+def plan(
+    *stages: str,
+    cluster: str = 'node n[0-1] { gpus = 8 x "h100-sxm-80gb" }',
+    models: str = 'model actor = "llama-3.1-8b"',
+    workload: str = "algorithm = sft  prompts = 512  mini_batch = 128",
+) -> str:
+    """A small plan around the stages of an example."""
+    return "\n".join([f"cluster {{ {cluster} }}", models, f"workload {{ {workload} }}", *stages]) + "\n"
+
+
+def one(
+    *stages: str, cluster: str | None = None, models: str | None = None, workload: str | None = None
+) -> dict[str, str]:
+    """``plan`` as the only file of an example."""
+    given = {"cluster": cluster, "models": models, "workload": workload}
+    return {"job.plan": plan(*stages, **{key: text for key, text in given.items() if text is not None})}
