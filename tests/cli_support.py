@@ -62,6 +62,6 @@ workload {
   prompts = 64  samples = 8  mini_batch = 256
   prompt_len = 1024  response_len = 2048
 }
-stage actor.generate { on = n[0-1].gpu[0-7]  tp = 2  engine = vllm  kv_cache = 20 GiB }
+stage actor.generate { on = n[0-1].gpu[0-7]  tp = 2  engine = vllm  kv_cache = 20 GiB  idle = offload }
 stage actor.train { on = n[0-1].gpu[0-7]  tp = 2  pp = 2  backend = megatron  optimizer = adam  recompute = full }
 """

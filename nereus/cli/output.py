@@ -139,11 +139,15 @@ def table(
     return lines
 
 
+#: A space at which ``wrap`` does not break.
+GLUE = "\u00a0"
+
+
 def wrap(text: str, *, width: int, indent: str = "", first: str | None = None) -> str:
     """A paragraph in ``width`` columns; ``first`` starts its first line, ``indent`` the others; words stay whole."""
     import textwrap
 
-    return textwrap.fill(
+    filled = textwrap.fill(
         text,
         width=width,
         initial_indent=indent if first is None else first,
@@ -151,3 +155,4 @@ def wrap(text: str, *, width: int, indent: str = "", first: str | None = None) -
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return filled.replace(GLUE, " ")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from nereus.cli.output import Output, table, wrap
+from nereus.cli.output import GLUE, Output, table, wrap
 from nereus.ir.plan import Plan, Stage
 from nereus.ir.units import GB, TIB, format_gb
 from nereus.lang.ranges import compress_devices, compress_names
@@ -122,7 +122,8 @@ def _memory_lines(report: MemoryReport, out: Output) -> list[str]:
     lines = []
     for row in report.worst_rows():
         start = f"    {row.stage.ljust(name_width)}  {str(row.device).ljust(device_width)}  "
-        verdict = "" if row.fits else f"  does not fit: {format_gb(row.need_bytes - row.capacity_bytes)} GB too much"
+        excess = format_gb(row.need_bytes - row.capacity_bytes)
+        verdict = "" if row.fits else f"; does not fit, {excess} GB too much"
         text = f"{format_gb(row.need_bytes)} = {_parts_text(row)}{verdict}"
         lines.append(wrap(text, width=out.width, indent=" " * len(start), first=start))
     for host in report.hosts:
@@ -141,7 +142,8 @@ def _parts_text(row: MemoryRow | HostRow) -> str:
     texts = [f"{part.label} {format_gb(part.num_bytes)}" for part in shown]
     if small >= GB // 20 or not texts:
         texts.append(f"rest {format_gb(small)}")
-    return " + ".join(texts)
+    # Lines break behind a plus, never inside a part.
+    return f"{GLUE}+ ".join(text.replace(" ", GLUE) for text in texts)
 
 
 def _assumption_lines(plan: Plan, out: Output) -> list[str]:

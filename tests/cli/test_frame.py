@@ -13,7 +13,7 @@ import nereus
 from nereus.cli import main as frame
 from nereus.cli.errors import CommandError
 from nereus.cli.exit_codes import MEANINGS, ExitCode, for_diagnostics
-from nereus.cli.output import Output, table, use_color, wrap
+from nereus.cli.output import GLUE, Output, table, use_color, wrap
 from nereus.ir.diagnostic import Diagnostic, DiagnosticError, Severity
 
 
@@ -223,6 +223,11 @@ def test_table_aligns_and_cuts_nothing_off():
     long = "x" * 150
     lines = table(("name", "num"), [("a", "1"), (long, "22")], right=(1,), indent=0)
     assert lines == ["name".ljust(150) + "  num", "a".ljust(150) + "    1", long + "   22"]
+
+
+def test_wrap_keeps_glued_words_together():
+    assert wrap(f"ab cd{GLUE}ef gh", width=8) == "ab cd ef\ngh"
+    assert wrap(f"abc cd{GLUE}ef gh", width=8) == "abc\ncd ef gh"
 
 
 def test_wrap_keeps_long_words():

@@ -57,7 +57,7 @@ def _entry_text(entry: CodeEntry, out: Output) -> str:
         "",
         wrap(entry.cause, width=out.width),
         "",
-        f"Example, for `nereusc {entry.command}`:",
+        f"Example; `{_command_line(entry)}` says {entry.code}:",
     ]
     for name, text in entry.example.items():
         parts += ["", out.style(f"    # {name}", "dim")]
@@ -66,12 +66,22 @@ def _entry_text(entry: CodeEntry, out: Output) -> str:
     return "\n".join(parts)
 
 
+def _command_line(entry: CodeEntry) -> str:
+    """What to type, in a folder with the example's files, to see the message."""
+    files = [entry.compiles] if entry.compiles else list(entry.example)
+    if entry.command == "check":
+        return f"nereusc check {files[0]}"
+    if entry.command == "import":
+        return f"nereusc import verl {files[0]}"
+    return f"nereusc {entry.command} {' '.join(files[:2])}"
+
+
 def _entry_json(entry: CodeEntry) -> dict[str, Any]:
     return {
         "code": entry.code,
         "title": entry.title,
         "cause": entry.cause,
-        "command": entry.command,
+        "command": _command_line(entry),
         "example": dict(entry.example),
         "fix": entry.fix,
     }
