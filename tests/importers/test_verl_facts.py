@@ -10,9 +10,10 @@ import pytest
 
 from nereus.ir.diagnostic import Severity
 from nereus.ir.plan import Plan, Stage
-from nereus.lang.api import format_text, resolve_text
+from nereus.lang.api import format_text, load_plan, resolve_text
 from nereus.lang.importers.result import ImportResult
 from nereus.lang.importers.verl import import_verl
+from nereus.models.memory import check_memory
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 FACTS: list[dict[str, Any]] = json.loads((DATA / "verl_facts.json").read_text())
@@ -182,5 +183,15 @@ def test_async_pools_are_apart() -> None:
 
 
 def test_the_example_is_what_the_importer_writes() -> None:
-    folder = _script("verl-ppo-qwen2-7b-rm-8k").parent
-    assert (folder / "base.plan").read_text() == _import("verl-ppo-qwen2-7b-rm-8k").plan_text
+    launch = _script("verl-ppo-qwen2-7b-rm-8k")
+    text = import_verl(launch.read_text(), path=launch.name, gpu="h200-sxm-141gb").plan_text
+    assert (launch.parent / "base.plan").read_text() == text
+
+
+@pytest.mark.parametrize("name", ["base", "longer"])
+def test_the_example_checks_clean(name: str) -> None:
+    loaded = load_plan(str(_script("verl-ppo-qwen2-7b-rm-8k").parent / f"{name}.plan"))
+    assert loaded.plan is not None
+    # The launch has no KL term, hence no reference: that is all there is to note.
+    assert {d.code for d in loaded.diagnostics} <= {"NRS3021"}
+    assert check_memory(loaded.plan) == ()

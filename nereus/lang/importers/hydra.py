@@ -143,7 +143,8 @@ class Config:
             (setting.start, setting.end),
             label=f"{use} is taken instead",
             secondary=[((gap.start, gap.end), "")] if (gap.start, gap.end) != (setting.start, setting.end) else (),
-            help=f"write the value that the job runs with: `{key}=...`, or set the variable in the script",
+            help=f"write the value that the job runs with: `{key}=...`, or set the variable in the script"
+            + (", or give --nodes N" if key == "trainer.nnodes" else ""),
         )
 
     def _why(self, gap: Missing) -> str:
@@ -246,25 +247,31 @@ def read_yaml(text: str, reports: Reports) -> dict[str, Setting] | None:
             help="`python3 -m verl.trainer.main_ppo ... --cfg job --resolve` prints the resolved configuration",
         )
         return None
+    return _flatten_yaml(yaml, root) if isinstance(root, yaml.MappingNode) else {}
+
+
+def _flatten_yaml(yaml: Any, root: Any) -> dict[str, Setting]:
+    """Aliases may share nodes without bound, so depth and number of nodes visited are bounded."""
     found: dict[str, Setting] = {}
-    if isinstance(root, yaml.MappingNode):
-        _flatten_yaml(yaml, root, "", found, 0)
+    visited = 0
+
+    def visit(node: Any, prefix: str, depth: int) -> None:
+        nonlocal visited
+        for key_node, value_node in node.value:
+            visited += 1
+            if visited > _MAX_SETTINGS or depth > 20:
+                return
+            if not isinstance(key_node, yaml.ScalarNode):
+                continue
+            key = f"{prefix}{key_node.value}"
+            if isinstance(value_node, yaml.MappingNode):
+                visit(value_node, f"{key}.", depth + 1)
+            elif isinstance(value_node, yaml.ScalarNode):
+                place = (value_node.start_mark.index, value_node.end_mark.index)
+                found[key] = Setting(key=key, text=value_node.value, start=place[0], end=place[1])
+
+    visit(root, "", 0)
     return found
-
-
-def _flatten_yaml(yaml: Any, node: Any, prefix: str, found: dict[str, Setting], depth: int) -> None:
-    """Aliases may share nodes without bound, so both depth and number of settings are."""
-    if depth > 20:
-        return
-    for key_node, value_node in node.value:
-        if len(found) >= _MAX_SETTINGS or not isinstance(key_node, yaml.ScalarNode):
-            continue
-        key = f"{prefix}{key_node.value}"
-        if isinstance(value_node, yaml.MappingNode):
-            _flatten_yaml(yaml, value_node, f"{key}.", found, depth + 1)
-        elif isinstance(value_node, yaml.ScalarNode):
-            text = value_node.value
-            found[key] = Setting(key=key, text=text, start=value_node.start_mark.index, end=value_node.end_mark.index)
 
 
 def _flatten_json(tree: dict[str, Any], prefix: str, depth: int) -> Iterator[tuple[str, str]]:

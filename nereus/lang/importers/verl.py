@@ -41,7 +41,7 @@ def _check_arguments(reports: Reports, text: str, gpu: str | None, nodes: int | 
     if len(text) > MAX_INPUT:
         reports.add("NRS2501", Severity.ERROR, f"{len(text):,} characters are no launch script ({MAX_INPUT:,} at most)")
     if gpu is not None and gpu not in gpu_ids():
-        near = closest(gpu, gpu_ids())
+        near = [i for i in gpu_ids() if i.startswith(gpu.lower())][:1] or closest(gpu, gpu_ids())
         reports.add(
             "NRS2510",
             Severity.ERROR,

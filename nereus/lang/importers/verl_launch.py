@@ -81,6 +81,8 @@ def _is_config(text: str, path: str) -> bool:
         return True
     if suffix in (".sh", ".bash", ".slurm", ".sbatch"):
         return False
+    if text.lstrip().startswith("{") and '"actor_rollout_ref"' in text:
+        return True
     return bool(re.search(r'^\s*["\']?(actor_rollout_ref|trainer)["\']?\s*:', text, re.MULTILINE))
 
 

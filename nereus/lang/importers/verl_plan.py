@@ -34,7 +34,7 @@ class PlanWriter:
         self.config: Config = launch.config
         self.reports = reports
         self.nodes_asked = nodes
-        comment = "GPU type is not in the launch: assumed, --gpu ID sets it" if gpu is None else ""
+        comment = "GPU type is not in the launch: assumed, --gpu ID sets it" if gpu is None else "--gpu"
         self.cluster = Nodes(gpu=gpu or DEFAULT_GPU, gpu_comment=comment)
         self.models = Models(launch=launch)
 
