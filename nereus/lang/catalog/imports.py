@@ -5,8 +5,8 @@ from __future__ import annotations
 from nereus.lang.catalog.entry import CodeEntry
 
 _RUN = "python3 -m verl.trainer.main_ppo "
-_MODEL = "actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct algorithm.adv_estimator=grpo "
-_ROLLOUT = "actor_rollout_ref.rollout.name=vllm actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 "
+_MODEL = "algorithm.adv_estimator=grpo \\\n  actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct \\\n  "
+_ROLLOUT = "actor_rollout_ref.rollout.name=vllm actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \\\n "
 _FINE = _RUN + _MODEL + _ROLLOUT
 _RESOLVE = "`python3 -m verl.trainer.main_ppo ... --cfg job --resolve` prints the resolved configuration."
 
@@ -95,7 +95,7 @@ ENTRIES: tuple[CodeEntry, ...] = (
         "`--gpu` names no data sheet, or `--nodes` is not positive.",
         f"{_FINE}\n",
         "Take one of the ids that the note lists.",
-        command="import --gpu h100-sxm",
+        command="import verl --gpu h100-sxm",
     ),
     CodeEntry(
         code="NRS2511",
@@ -147,7 +147,7 @@ ENTRIES: tuple[CodeEntry, ...] = (
         "settings stand behind the end of the command",
         "A line before them does not end in a backslash (or has a blank or a comment behind it), so bash ends the "
         "command there and verl never sees the rest.",
-        f"{_FINE} \\\n  trainer.nnodes=1\n  trainer.n_gpus_per_node=4\n",
+        f"{_FINE} trainer.nnodes=1\n  trainer.n_gpus_per_node=4\n",
         "End the line before with a backslash.",
     ),
 )
