@@ -108,8 +108,6 @@ def _parse_pieces(source: Source, text: str, sink: Sink, skipped: list[Span]) ->
             piece = _close(source, piece, start, open_brackets, sink, skipped)
         items.extend(_parse_piece(source, piece, start, sink, skipped))
         if sink.num_errors >= MAX_SYNTAX_ERRORS:
-            span = Span(source=source, start=end, end=end)
-            sink.note("NRS1014", f"stopped after {MAX_SYNTAX_ERRORS} syntax errors; the rest was not read", span)
             skipped.append(Span(source=source, start=0, end=len(text)))
             break
     return tuple(items)
@@ -150,7 +148,10 @@ def _parse_piece(source: Source, piece: str, base: int, sink: Sink, skipped: lis
             skipped.append(Span(source=source, start=min(base + start, limit), end=min(base + end, limit)))
             if sink.num_errors >= MAX_SYNTAX_ERRORS:
                 break
-    skipped.append(Span(source=source, start=base, end=min(base + len(piece), limit)))
+    end = min(base + len(piece), limit)
+    headline = f"stopped after {sink.num_errors} syntax error(s); the rest of this statement was not read"
+    sink.note("NRS1014", headline, Span(source=source, start=end, end=end))
+    skipped.append(Span(source=source, start=base, end=end))
     return ()
 
 

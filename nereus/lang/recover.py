@@ -7,12 +7,14 @@ import re
 from lark.exceptions import UnexpectedInput, UnexpectedToken
 
 from nereus.ir.diagnostic import Diagnostic, Fix, Label, Severity, Source, Span
+from nereus.lang import schema
 from nereus.lang.scan import CLOSERS, Scan, scan
 from nereus.lang.sink import show
 
 _KEY = re.compile(r"[A-Za-z_][\w.\[\]-]*[ \t]*=(?!=)")
 #: ``tp = \n pp``: what stands before the second '=' when a value was left out.
 _NO_VALUE = re.compile(r"([A-Za-z_][\w.-]*)\s*(=)\s*([A-Za-z_][\w.-]*)\s*$")
+_KNOWN_KEYS = {*schema.ALL_STAGE_KEYS, *schema.WORKLOAD_KEYS, *schema.NODE_KEYS, *schema.MODEL_KEYS}
 _WORD = re.compile(r"[A-Za-z_][\w.-]*")
 _STRAY = {
     "'": "strings stand in double quotes",
@@ -56,7 +58,7 @@ def explain(error: UnexpectedInput, piece: str, at: int, source: Source, base: i
         return diagnostic("NRS1004", "this string is not closed on its line", here, "it begins here", help="add '\"'")
     if token in ("}", ")", "]") and at in scan(piece).unopened:
         return diagnostic("NRS1006", f"'{token}' closes nothing", here, "no bracket is open here")
-    missing = _NO_VALUE.search(before) if token == "=" else None
+    missing = _left_out(before) if token == "=" else None
     if missing is not None:
         where = span(missing.start(2), missing.end(2))
         return diagnostic("NRS1007", f"'{show(missing[1])}' has no value", where, "a value should follow this '='")
@@ -91,7 +93,7 @@ def repair(error: UnexpectedInput, piece: str, at: int) -> tuple[int, int]:
         return at, at + 1
     forgotten = _forgotten(piece, at)
     if forgotten is None and piece[at : at + 1] == "=":
-        missing = _NO_VALUE.search(piece[:at])
+        missing = _left_out(piece[:at])
         if missing is not None:
             return missing.start(1), missing.start(3)
     dangling = _dangling(error, piece, at) if forgotten is None else None
@@ -118,6 +120,14 @@ def repair(error: UnexpectedInput, piece: str, at: int) -> tuple[int, int]:
     return start, end
 
 
+def _left_out(before: str) -> re.Match[str] | None:
+    """``tp = pp`` before a second '=': a value was left out if the last word is a key or begins a line of its own."""
+    match = _NO_VALUE.search(before)
+    if match is None or not ("\n" in before[match.end(2) : match.start(3)] or match[3] in _KNOWN_KEYS):
+        return None
+    return match
+
+
 def _entry_start(marks: Scan, piece: str, at: int) -> int:
     """Where the entry begins that reaches to ``at``, within its line and its innermost brace."""
     line_start = piece.rfind("\n", 0, min(at, len(piece))) + 1
@@ -128,7 +138,8 @@ def _entry_start(marks: Scan, piece: str, at: int) -> int:
     keys = [m.start() for m in _KEY.finditer(piece, start, max(at, start))]
     keys = [k for k in keys if not any(a < k < b for a, b in closed)]
     if keys:
-        return keys[-1]
+        # ``model actor = ...`` at the beginning of a line goes as a whole.
+        return start if re.fullmatch(r"\s*[A-Za-z_]\w*[ \t]+", piece[start : keys[-1]]) else keys[-1]
     words = re.search(r"(?:[A-Za-z_][\w.\[\]-]*[ \t]+)*$", piece[start:at])
     return min(start + words.start() if words else at, len(piece))
 

@@ -69,8 +69,9 @@ class StageResolver:
         if not isinstance(entry.value, Word):
             self._reader.wrong_type(entry, "the name of a stage")
         elif entry.value.text not in self._sections:
-            if not self._broken:
-                known = [n for n in self._sections if n != name]
+            known = [n for n in self._sections if n != name]
+            # What is not there may stand in text that could not be read, unless it looks like a slip.
+            if not self._broken or did_you_mean(entry.value.text, known):
                 more = suggestion(entry.value.text, known, entry.value.span)
                 headline = f"there is no stage '{show(entry.value.text)}'"
                 self._sink.error("NRS2006", headline, entry.value.span, "unknown stage", **more)
@@ -147,7 +148,7 @@ class StageResolver:
             self._sink.error("NRS2027", f"'{show(kind)}' is no kind of stage", span, "unknown kind", **more)
             good = False
         if model not in self._models.known:
-            if not self._broken:
+            if not self._broken or did_you_mean(model, self._models.known):
                 span = Span(source=source, start=start, end=start + len(model))
                 more = suggestion(model, self._models.known, span)
                 self._sink.error("NRS2003", f"there is no model '{show(model)}'", span, "unknown model", **more)

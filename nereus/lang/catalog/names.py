@@ -60,7 +60,7 @@ ENTRIES = (
     CodeEntry(
         code="NRS2008",
         title="value of the wrong type",
-        cause="The key wants another type of value: a number, a word, a string in quotes, a size with its unit, a list.",
+        cause="The key wants another type of value: a number, a word, a string in quotes, a size with a unit, a list.",
         example=one('stage actor.train { on = n0  tp = "2" }'),
         fix="Write a value of the type that the message names.",
     ),
