@@ -12,7 +12,7 @@ LOCAL, HOST, INTRA, INTER = "local", "host", "intra-node", "inter-node"
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """``intervals`` of atom table ``table`` (all its slots) go from place ``src`` to place ``dst``.
+    """``intervals`` of atom table ``table``, for its slots number ``slots`` (all where None), go from place ``src`` to place ``dst``.
 
     ``after``: moves that bring (part of) the intervals to ``src`` first, where ``src`` only relays; empty where ``src`` holds
     them in the old plan.
@@ -25,6 +25,7 @@ class Move:
     num_bytes: int
     link: str
     after: tuple[int, ...] = ()
+    slots: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

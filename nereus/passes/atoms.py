@@ -43,7 +43,7 @@ class AtomTable:
 
     model: str
     slots: tuple[str, ...]
-    element_bytes: int  # of all ``slots`` together
+    slot_bytes: tuple[int, ...]  # bytes per element of each of ``slots``
     old_groups: tuple[Group, ...]
     new_groups: tuple[Group, ...]
     cell: IntArray
@@ -54,6 +54,11 @@ class AtomTable:
     class_wanters: tuple[tuple[int, ...], ...]  # new group numbers
     #: Intervals whose elements a place derives locally (bf16 weight from its own fp32 master): place -> interval numbers.
     derived: dict[int, IntArray]
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes per element, all slots together."""
+        return sum(self.slot_bytes)
 
     @property
     def num_bytes(self) -> IntArray:
@@ -111,9 +116,7 @@ def pieces_of(
         on_coord = coord_of_rank == coord
         if rule == SHARD_NONE:
             places = np.sort(device_index[on_coord]) + offset
-            columns.append(
-                (owned, np.zeros_like(owned), cells.numel[owned], np.full_like(owned, len(groups)))
-            )
+            columns.append((owned, np.zeros_like(owned), cells.numel[owned], np.full_like(owned, len(groups))))
             groups.append(Group(state_set=number, coord=coord, shard=-1, places=tuple(places.tolist())))
             continue
         bounds = shard_ranges(boxes, coord, rule, layout.num_shards).bounds[cells.tensor[owned]]
@@ -173,8 +176,11 @@ def refine(cells: Cells, *piece_lists: Pieces) -> Refinement:
     # because no piece covers them.
     cell = starts // scale
     return Refinement(
-        cell=cell, start=starts - cell * scale, stop=np.where(same_cell, points[1:] - cell * scale, starts - cell * scale),
-        _keys=starts, _scale=scale,
+        cell=cell,
+        start=starts - cell * scale,
+        stop=np.where(same_cell, points[1:] - cell * scale, starts - cell * scale),
+        _keys=starts,
+        _scale=scale,
     )
 
 
@@ -188,7 +194,9 @@ def build_atoms(
     device_number = topology.index()
     cells = geometry.cells
 
-    def of_side(sets: Sequence[StateSet], boxes: Sequence[LocalBoxes], slot_name: str) -> list[tuple[list[Group], Pieces]]:
+    def of_side(
+        sets: Sequence[StateSet], boxes: Sequence[LocalBoxes], slot_name: str
+    ) -> list[tuple[list[Group], Pieces]]:
         parts = []
         for number, (state_set, box) in enumerate(zip(sets, boxes, strict=True)):
             slot = state_set.slot(slot_name)
@@ -206,9 +214,7 @@ def build_atoms(
         for state_set, box in zip(geometry.new_sets, geometry.new_boxes, strict=True)
         if derive and _derives(state_set)
     ]
-    master_groups, master_pieces = join_pieces(
-        of_side([s for s, _ in deriving], [b for _, b in deriving], "master")
-    )
+    master_groups, master_pieces = join_pieces(of_side([s for s, _ in deriving], [b for _, b in deriving], "master"))
     refined = refine(cells, old_pieces, new_pieces, master_pieces)
     old_interval, old_group = refined.covered_by(old_pieces)
     new_interval, new_group = refined.covered_by(new_pieces)
@@ -219,11 +225,11 @@ def build_atoms(
     cls = np.array([classes.setdefault((holders[i], wanters[i]), len(classes)) for i in kept], dtype=np.int64)
     renumber = np.full(len(refined.cell), -1, dtype=np.int64)
     renumber[kept] = np.arange(len(kept))
-    some_set = next(s for s in (*geometry.new_sets, *geometry.old_sets) if s.slot(slots[0]) is not None)
+    dtypes = {slot.name: slot.element_bytes for s in geometry.new_sets for slot in s.slots}
     return AtomTable(
         model=model,
         slots=slots,
-        element_bytes=sum(slot.element_bytes for slot in some_set.slots if slot.name in slots),
+        slot_bytes=tuple(dtypes[name] for name in slots),
         old_groups=old_groups,
         new_groups=new_groups,
         cell=refined.cell[kept],
@@ -241,9 +247,7 @@ def _derives(state_set: StateSet) -> bool:
     return weight is not None and master is not None and weight.host == master.host
 
 
-def _derived(
-    refined: Refinement, renumber: IntArray, groups: Sequence[Group], pieces: Pieces
-) -> dict[int, IntArray]:
+def _derived(refined: Refinement, renumber: IntArray, groups: Sequence[Group], pieces: Pieces) -> dict[int, IntArray]:
     interval, group = refined.covered_by(pieces)
     order = np.argsort(group, kind="stable")
     bounds = np.searchsorted(group[order], np.arange(len(groups) + 1))

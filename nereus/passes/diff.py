@@ -68,7 +68,7 @@ def diff(old: Holdings, new: Holdings, topology: Topology) -> Diff:
             continue
         geometry = model_geometry(old_sets, new_sets)
         geometries.append(geometry)
-        for slots in _slot_groups(old_sets, new_sets, held):
+        for slots in slot_groups(old_sets, new_sets):
             tables.append(build_atoms(geometry, topology, model, slots, derive=slots == ("weight",)))
             geometry_of.append(len(geometries) - 1)
     demands: list[Demand] = []
@@ -111,10 +111,9 @@ def diff(old: Holdings, new: Holdings, topology: Topology) -> Diff:
     )
 
 
-def _slot_groups(
-    old_sets: tuple[StateSet, ...], new_sets: tuple[StateSet, ...], held: set[str]
-) -> list[tuple[str, ...]]:
+def slot_groups(old_sets: tuple[StateSet, ...], new_sets: tuple[StateSet, ...]) -> list[tuple[str, ...]]:
     """Slots wanted and held somewhere, grouped by equal geometry: same state sets, shard rule, memory and dtypes."""
+    held = {slot.name for s in old_sets for slot in s.slots}
     groups: dict[tuple[object, ...], list[str]] = {}
     names = dict.fromkeys(slot.name for s in new_sets for slot in s.slots)
     for name in names:
@@ -125,7 +124,9 @@ def _slot_groups(
             for number, state_set in enumerate(side):
                 slot = state_set.slot(name)
                 if slot is not None:
-                    key.append((side is old_sets, number, state_set.bound.layout.shard_rule(name), slot.host, slot.dtype))
+                    key.append(
+                        (side is old_sets, number, state_set.bound.layout.shard_rule(name), slot.host, slot.dtype)
+                    )
         groups.setdefault(tuple(key), []).append(name)
     return [tuple(names) for names in groups.values()]
 
@@ -161,9 +162,7 @@ def _class_demands(
         for places, region in _split_by_derived(table, intervals, lacking):
             num_bytes = int(table.num_bytes[region].sum())
             if num_bytes:
-                yield Demand(
-                    table=number, cls=cls, node=node, wanters=places, intervals=region, num_bytes=num_bytes
-                )
+                yield Demand(table=number, cls=cls, node=node, wanters=places, intervals=region, num_bytes=num_bytes)
 
 
 def _split_by_derived(

@@ -8,7 +8,7 @@ wanter once, so moved bytes equal the bound for the placement.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nereus.ir.holdings import Topology
 from nereus.ir.intervals import Intervals
@@ -109,24 +109,24 @@ class _Router:
         self.diff = diff
         self.links = Links(diff.topology)
         devices, nodes = diff.topology.num_devices, len(diff.topology.nodes)
-        self.ports = Ports(
-            gpu_out=[0.0] * devices, gpu_in=[0.0] * devices, nic_out=[0.0] * nodes, nic_in=[0.0] * nodes
-        )
+        self.ports = Ports(gpu_out=[0.0] * devices, gpu_in=[0.0] * devices, nic_out=[0.0] * nodes, nic_in=[0.0] * nodes)
         self.moves: list[Move] = []
         # (table, class, piece) -> node -> what it took in
         self.relays: dict[tuple[int, int, int], dict[int, list[_Delivery]]] = {}
         self.holders_by_node: dict[tuple[int, int], dict[int, list[int]]] = {}
         self.class_pieces: dict[tuple[int, int], list[Intervals]] = {}
+        # The piece is kept beside its stripes: an id names it only while it lives.
+        self.stripes: dict[tuple[int, int], tuple[Intervals, list[Intervals]]] = {}
 
     def run(self) -> Routed:
         tables = self.diff.tables
-        self.regions = [
-            Intervals(t.cell, t.start, t.stop) for t in tables
-        ]
-        # Large first: small demands then fill the ports that are left.
-        for demand in sorted(self.diff.demands, key=lambda d: (-d.num_bytes, d.table, d.cls, d.node, d.wanters)):
-            for number, piece in self._pieces(demand):
-                self._route_piece(demand, number, piece)
+        self.regions = [Intervals(t.cell, t.start, t.stop) for t in tables]
+        # Demands with least choice first, among equals the large ones: what can go either way then fills the other ports.
+        for demand in sorted(
+            self.diff.demands,
+            key=lambda d: (min(len(self._holders(d)), 2), -d.num_bytes, d.table, d.cls, d.node, d.wanters),
+        ):
+            self._route(demand)
         return Routed(moves=tuple(self.moves), ports=self.ports, links=self.links)
 
     def _region(self, table: int, intervals: object) -> Intervals:
@@ -151,6 +151,15 @@ class _Router:
         cut = ((number, piece.intersect(region)) for number, piece in enumerate(pieces))
         return [(number, piece) for number, piece in cut if len(piece)]
 
+    def _stripes(self, piece: Intervals, count: int) -> list[Intervals]:
+        """Cut once per piece, so that stripes of several nodes are the same objects and relays match at a glance."""
+        if count == 1:
+            return [piece]
+        key = (id(piece), count)
+        if key not in self.stripes:
+            self.stripes[key] = (piece, piece.split(count))
+        return self.stripes[key][1]
+
     def _holders(self, demand: Demand) -> dict[int, list[int]]:
         key = (demand.table, demand.cls)
         if key not in self.holders_by_node:
@@ -159,6 +168,21 @@ class _Router:
                 by_node.setdefault(self.links.node(place), []).append(place)
             self.holders_by_node[key] = by_node
         return self.holders_by_node[key]
+
+    def _route(self, demand: Demand) -> None:
+        """Wanters in one host memory are one: the first takes the bytes in, the others copy them."""
+        first, *others = demand.wanters
+        if not others or self.links.link(first, others[0]) != LOCAL:
+            for number, piece in self._pieces(demand):
+                self._route_piece(demand, number, piece)
+            return
+        start = len(self.moves)
+        for number, piece in self._pieces(demand):
+            self._route_piece(replace(demand, wanters=(first,)), number, piece)
+        arrived = tuple(i for i in range(start, len(self.moves)) if self.moves[i].dst == first)
+        region = self._region(demand.table, demand.intervals)
+        for other in others:
+            self._add(first, other, demand.table, region, arrived)
 
     def _route_piece(self, demand: Demand, number: int, piece: Intervals) -> None:
         holders = self._holders(demand)
@@ -171,7 +195,7 @@ class _Router:
         if piece.numel * element_bytes < self.options.min_stripe_bytes * count:
             stripes = [piece]
         else:
-            stripes = piece.split(count)
+            stripes = self._stripes(piece, count)
         # Rotate who takes the first stripe: it may be a byte larger, and single stripes should not pile up on one wanter.
         first = min(range(count), key=lambda i: (self._in_load(demand.wanters[i]), i)) if len(stripes) == 1 else 0
         taken: list[_Delivery] = []
@@ -181,9 +205,8 @@ class _Router:
             for wanter in demand.wanters:
                 if wanter != delivery.place:
                     self._add(delivery.place, wanter, demand.table, delivery.intervals, (delivery.move,))
-        if number >= 0 or count > 0:
-            relays = self.relays.setdefault((demand.table, demand.cls, number), {})
-            relays.setdefault(demand.node, []).extend(taken)
+        relays = self.relays.setdefault((demand.table, demand.cls, number), {})
+        relays.setdefault(demand.node, []).extend(taken)
 
     def _take_in(
         self, demand: Demand, number: int, holders: dict[int, list[int]], wanter: int, stripe: Intervals
@@ -194,17 +217,21 @@ class _Router:
         rest = stripe
         holder_node = min(holders, key=lambda n: (self.ports.nic_out[n], (n - demand.node) % len(self.ports.nic_out)))
         relays = self.relays.get((demand.table, demand.cls, number), {})
-        if relays:
-            hop_s = MESSAGE_S + stripe.numel * element_bytes * self.links.nic[demand.node]
+        hop_s = MESSAGE_S + stripe.numel * element_bytes * self.links.nic[demand.node]
+        # A relay pays only where the holders' NICs are busier than the receiver's own intake.
+        if relays and self.ports.nic_out[holder_node] > self.ports.nic_in[demand.node] + hop_s:
             candidates = [
-                (self.ports.nic_out[node] + hop_s * parts[0].depth, node)
+                (self.ports.nic_out[node] + hop_s * (1 + parts[0].depth), node)
                 for node, parts in relays.items()
                 if parts and node != demand.node
             ]
             cost, relay_node = min(candidates, default=(float("inf"), -1))
             if cost < self.ports.nic_out[holder_node]:
                 for part in list(relays[relay_node]):
-                    common = part.intervals if part.intervals is rest else part.intervals.intersect(rest)
+                    if part.intervals is rest:
+                        move = self._add(part.place, wanter, demand.table, rest, (part.move,))
+                        return [*result, _Delivery(wanter, rest, move, part.depth + 1)]
+                    common = part.intervals.intersect(rest)
                     if len(common):
                         move = self._add(part.place, wanter, demand.table, common, (part.move,))
                         result.append(_Delivery(wanter, common, move, part.depth + 1))

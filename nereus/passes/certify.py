@@ -1,0 +1,134 @@
+"""certify: the numbers of a transition beside their bounds, and the findings that make it safe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nereus.ir.layout import IntArray
+from nereus.ir.plan import Plan
+from nereus.ir.schedule import Schedule
+from nereus.ir.transition import HOST, INTER, INTRA, LOCAL, Certificate
+from nereus.passes.bound import Bounds
+from nereus.passes.check import Finding
+from nereus.passes.dag import Dag
+from nereus.passes.diff import Diff
+from nereus.passes.lifecycle import Lifecycle, commit_s
+from nereus.passes.memory import PHASES, MemoryPlan
+from nereus.passes.place import Placed
+from nereus.passes.route import Routed
+
+#: Decoding one token of a sequence, seconds: a prior for how long in-flight rollouts take to finish. An assumption (20-30 ms per
+#: token is usual for models of 7-30 B at moderate batch) until the monitor has measured it.
+DECODE_TOKEN_S = 0.025
+
+
+def drain_s(plan: Plan, life: Lifecycle) -> float:
+    """Seconds until generation is quiet. At a synchronous boundary nothing is in flight; otherwise half a response is left on
+    average where an engine changes, unless in-flight rollouts are dropped or resumed."""
+    if plan.workload.mode == "sync" or plan.workload.partial:  # partial rollouts stop anywhere and go on later
+        return 0.0
+    changed = {op.stage for op in life.ops if op.kind in ("engine-start", "retire")}
+    if not any(s.name in changed and s.inflight == "drain" for s in plan.stages if s.kind == "generate"):
+        return 0.0
+    return 0.5 * plan.workload.response_len * DECODE_TOKEN_S
+
+
+def certify(
+    *,
+    new: Plan,
+    difference: Diff,
+    placed: Placed,
+    routed: Routed,
+    bound: Bounds,
+    life: Lifecycle,
+    memory: MemoryPlan,
+    worst: IntArray,
+    schedule: Schedule,
+    dag: Dag,
+    findings: Sequence[Finding],
+    digest: str,
+    compile_s: float,
+) -> Certificate:
+    topology = difference.topology
+    by_link = dict.fromkeys((INTRA, INTER, HOST, LOCAL), 0)
+    node_in = [0] * len(topology.nodes)
+    for move in schedule.moves:
+        by_link[move.link] += move.num_bytes
+        if move.link == INTER:
+            node_in[topology.node_of_place(move.dst)] += move.num_bytes
+    moved = sum(num_bytes for link, num_bytes in by_link.items() if link != LOCAL)
+    nothing = not schedule.moves and not memory.state.new.any() and not life.ops
+    tight = schedule.mode == "tight"
+    peak = memory.reversible_peak if not tight else worst
+    if tight:  # engines start before the transfer in either mode
+        peak = peak.copy()
+        for phase in (PHASES[0], PHASES[1], PHASES[3]):
+            peak = peak.clip(min=memory.reversible[phase])
+    space = memory.worst(peak)
+    bound_peak = int((memory.tight_bound if tight else memory.reversible_peak)[space])
+    least_peak = max(int(memory.reversible[phase][space]) for phase in (PHASES[0], PHASES[1]))
+    background = max((life.seconds(kind, background=True) for kind in ("engine-start", "spawn")), default=0.0)
+    setup = max(life.seconds("engine-start"), life.seconds("spawn")) + life.seconds("build-groups")
+    drain = 0.0 if nothing else drain_s(new, life)
+    commit = 0.0 if nothing else commit_s(len({d for s in new.owners() for d in s.ranks}))
+    best_moved = min(bound.moved_bytes, sum(c.best_moved_bytes for c in placed.choices))
+    best_node_in = [sum(c.best_node_in_bytes[n] for c in placed.choices) for n in range(len(topology.nodes))]
+    bound_node_in = max(bound.node_in_bytes, default=0)
+    best_transfer = _best_transfer_s(placed, routed, best_node_in)
+    phase = "during the transfer" if tight and int(worst[space]) == int(peak[space]) else memory.peak_phase(space)
+    first_release = min(schedule.release.values(), default=None)
+    return Certificate(
+        mode="none" if nothing else schedule.mode,
+        moved_bytes=moved,
+        bound_moved_bytes=bound.moved_bytes,
+        best_bound_moved_bytes=best_moved,
+        node_in_bytes_max=max(node_in, default=0),
+        bound_node_in_bytes_max=bound_node_in,
+        best_bound_node_in_bytes_max=min(bound_node_in, max(best_node_in, default=0)),
+        peak_bytes_max=int(peak[space]),
+        bound_peak_bytes_max=bound_peak,
+        best_bound_peak_bytes_max=min(bound_peak, least_peak),
+        peak_device=_name(difference, space),
+        peak_phase=phase,
+        capacity_bytes=int(memory.capacity[space]),
+        transfer_s=schedule.transfer_s,
+        bound_transfer_s=bound.transfer_s,
+        best_bound_transfer_s=min(bound.transfer_s, best_transfer),
+        drain_s=drain,
+        setup_s=setup,
+        commit_s=commit,
+        downtime_s=drain + setup + schedule.transfer_s + commit,
+        background_s=background,
+        kept_bytes=difference.kept_bytes,
+        derived_bytes=difference.derived_bytes,
+        local_bytes=by_link[LOCAL],
+        bytes_by_link=tuple((link, num_bytes) for link, num_bytes in by_link.items() if link != LOCAL),
+        num_ops=dag.num_ops,
+        num_edges=dag.num_edges,
+        num_waves=schedule.num_waves,
+        point_of_no_return=None if first_release is None else f"the first release, at the end of wave {first_release}",
+        safe=all(f.holds for f in findings),
+        checks=tuple((f.name, f.holds, f.evidence) for f in findings),
+        digest=digest,
+        compile_s=compile_s,
+    )
+
+
+def _best_transfer_s(placed: Placed, routed: Routed, best_node_in: Sequence[int]) -> float:
+    links = routed.links
+    seconds = [num_bytes * links.nic[node] for node, num_bytes in enumerate(best_node_in)]
+    per_device: dict[int, int] = {}
+    for choice in placed.choices:
+        for device, num_bytes in choice.best_device_in_bytes:
+            per_device[device] = per_device.get(device, 0) + num_bytes
+    for device, num_bytes in per_device.items():
+        node = links.node_of[device]
+        seconds.append(num_bytes * min(links.intra[node], links.pcie[node]))
+    return max(seconds, default=0.0)
+
+
+def _name(difference: Diff, space: int) -> str:
+    topology = difference.topology
+    if space < topology.num_devices:
+        return str(topology.devices[space])
+    return f"{topology.nodes[space - topology.num_devices].name}.host"

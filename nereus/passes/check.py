@@ -1,0 +1,325 @@
+"""check: an independent verifier of a transition. It shares no code with route, schedule or tight.
+
+Per atom table it lays out, place by place, what is wanted, what is there already or derived, and what arrives, and sweeps once over
+the sorted borders. The DAG is checked by its numbering (every edge goes up), memory by a maximum-weight closure per space: the
+worst state that any timing can reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from ortools.graph.python import max_flow
+
+from nereus.ir.holdings import Topology
+from nereus.ir.intervals import Intervals
+from nereus.ir.layout import IntArray
+from nereus.ir.schedule import Schedule
+from nereus.ir.transition import INTER, LOCAL
+from nereus.passes.atoms import AtomTable
+from nereus.passes.dag import MOVE, VERIFY, Dag
+from nereus.passes.diff import Diff
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One property: what was checked, whether it holds, and the evidence or the counterexample."""
+
+    name: str
+    holds: bool
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Intervals with the place where they are: parallel columns."""
+
+    place: IntArray
+    cell: IntArray
+    start: IntArray
+    stop: IntArray
+
+    @classmethod
+    def gather(cls, parts: Iterable[tuple[int, Intervals]]) -> _Rows:
+        chosen = [(place, region) for place, region in parts if len(region)]
+        if not chosen:
+            empty = np.zeros(0, dtype=np.int64)
+            return cls(empty, empty, empty, empty)
+        return cls(
+            np.repeat([place for place, _ in chosen], [len(region) for _, region in chosen]).astype(np.int64),
+            np.concatenate([region.cell for _, region in chosen]),
+            np.concatenate([region.start for _, region in chosen]),
+            np.concatenate([region.stop for _, region in chosen]),
+        )
+
+    def keys(self, num_cells: int, scale: int) -> tuple[IntArray, IntArray]:
+        base = (self.place * num_cells + self.cell) * scale
+        return base + self.start, base + self.stop
+
+
+def check_coverage(diff: Diff, schedule: Schedule) -> Finding:
+    """Every wanted element of every place is there, derived, or arrives exactly once; nothing else arrives."""
+    total = 0
+    for number, table in enumerate(diff.tables):
+        geometry = diff.geometries[diff.geometry_of[number]]
+        num_cells, scale = geometry.cells.num_cells, int(geometry.cells.numel.max()) + 1
+        assert len(diff.topology.devices) * 2 * num_cells * scale < 2**63, "keys would overflow"
+        wanted = _group_rows(table, new=True, topology=diff.topology)
+        present = _group_rows(table, new=False, topology=diff.topology)
+        derived = _Rows.gather(
+            (place, Intervals(table.cell[own], table.start[own], table.stop[own]))
+            for place, own in table.derived.items()
+        )
+        for slot in range(len(table.slots)):
+            moves = [m for m in schedule.moves if m.table == number and (m.slots is None or slot in m.slots)]
+            arriving = _Rows.gather((m.dst, m.intervals) for m in moves)
+            bad = _sweep(wanted, (present, derived), arriving, num_cells, scale)
+            if bad is not None:
+                place, cell, at = bad
+                tensor = geometry.cells.tensors[int(geometry.cells.tensor[cell])].name
+                return Finding(
+                    name="every element once",
+                    holds=False,
+                    evidence=f"{diff.topology.place_name(place)}: {table.model} {tensor} {table.slots[slot]}, cell {cell} "
+                    f"offset {at}: not delivered exactly once",
+                )
+            total += int((wanted.stop - wanted.start).sum())
+            if all(m.slots is None for m in moves):
+                total += int((wanted.stop - wanted.start).sum()) * (len(table.slots) - 1)
+                break  # all slots travel together: one sweep stands for them
+    return Finding(
+        name="every element once", holds=True, evidence=f"{total:,} wanted elements, each accounted for once"
+    )
+
+
+def _group_rows(table: AtomTable, *, new: bool, topology: Topology) -> _Rows:
+    groups = table.new_groups if new else table.old_groups
+    classes = table.class_wanters if new else table.class_holders
+    # Intervals of every group, once; then one copy per place.
+    order = np.argsort(table.cls, kind="stable")
+    bounds = np.searchsorted(table.cls[order], np.arange(len(classes) + 1))
+    of_group: dict[int, list[IntArray]] = {}
+    for cls, members in enumerate(classes):
+        for group in members:
+            of_group.setdefault(group, []).append(order[bounds[cls] : bounds[cls + 1]])
+    parts: list[tuple[int, Intervals]] = []
+    for group, rows in of_group.items():
+        chosen = np.concatenate(rows)
+        region = Intervals(table.cell[chosen], table.start[chosen], table.stop[chosen])
+        for place in groups[group].places:
+            if new or topology.alive[topology.node_of_place(place)]:
+                parts.append((place, region))
+    return _Rows.gather(parts)
+
+
+def _sweep(
+    wanted: _Rows, there: tuple[_Rows, ...], arriving: _Rows, num_cells: int, scale: int
+) -> tuple[int, int, int] | None:
+    """First (place, cell, offset) where the count is wrong, or None."""
+    signals = (wanted, *there, arriving)
+    keys = [rows.keys(num_cells, scale) for rows in signals]
+    points = np.concatenate([k for pair in keys for k in pair])
+    order = np.argsort(points, kind="stable")
+    points = points[order]
+    counts = []
+    base = 0
+    for lo, hi in keys:
+        step = np.zeros(len(points), dtype=np.int8)
+        weight = np.zeros(len(points), dtype=np.int8)
+        weight[base : base + len(lo)] = 1
+        weight[base + len(lo) : base + len(lo) + len(hi)] = -1
+        step = weight[order]
+        counts.append(np.cumsum(step, dtype=np.int32))
+        base += len(lo) + len(hi)
+    is_last = np.ones(len(points), dtype=bool)
+    is_last[:-1] = points[1:] != points[:-1]
+    want = counts[0][is_last] > 0
+    have = np.zeros_like(want)
+    for count in counts[1:-1]:
+        have |= count[is_last] > 0
+    wrong = np.flatnonzero(counts[-1][is_last] != (want & ~have))
+    if not len(wrong):
+        return None
+    point = int(points[is_last][wrong[0]])
+    place_cell, offset = divmod(point, scale)
+    place, cell = divmod(place_cell, num_cells)
+    return place, cell, offset
+
+
+def check_sources(diff: Diff, schedule: Schedule) -> Finding:
+    """Every move reads what its source holds in the old plan (on a living node) or what moves of earlier waves brought there."""
+    for number, table in enumerate(diff.tables):
+        geometry = diff.geometries[diff.geometry_of[number]]
+        num_cells, scale = geometry.cells.num_cells, int(geometry.cells.numel.max()) + 1
+        numbered = [(i, m) for i, m in enumerate(schedule.moves) if m.table == number]
+        first = [m for _, m in numbered if not m.after]
+        held = _group_rows(table, new=False, topology=diff.topology)
+        bad = _outside(_Rows.gather((m.src, m.intervals) for m in first), held, num_cells, scale)
+        if bad is not None:
+            return _source_finding(diff, table, bad, num_cells, scale)
+        relayed = [(i, m) for i, m in numbered if m.after]
+        for i, move in relayed:
+            if any(schedule.wave[a] >= schedule.wave[i] or schedule.moves[a].dst != move.src for a in move.after):
+                return Finding(name="sources", holds=False, evidence=f"move {i} relays before it received")
+        # The move's number stands for the place: each relay against what its own predecessors brought.
+        received = _Rows.gather((i, schedule.moves[a].intervals) for i, m in relayed for a in m.after)
+        bad = _outside(_Rows.gather((i, m.intervals) for i, m in relayed), received, num_cells, scale)
+        if bad is not None:
+            return Finding(
+                name="sources", holds=False, evidence=f"move {bad // scale // num_cells} relays more than it received"
+            )
+    relays = sum(1 for m in schedule.moves if m.after)
+    return Finding(
+        name="sources",
+        holds=True,
+        evidence=f"{len(schedule.moves):,} moves read held or verified bytes, {relays:,} of them relays",
+    )
+
+
+def _source_finding(diff: Diff, table: AtomTable, point: int, num_cells: int, scale: int) -> Finding:
+    place, cell = divmod(point // scale, num_cells)
+    return Finding(
+        name="sources",
+        holds=False,
+        evidence=f"{diff.topology.place_name(place)} does not hold {table.model} cell {cell} that it should send",
+    )
+
+
+def _outside(rows: _Rows, held: _Rows, num_cells: int, scale: int) -> int | None:
+    """A point of ``rows`` that no interval of ``held`` covers, or None. Touching held intervals are joined first."""
+    if not len(rows.cell):
+        return None
+    lo, hi = held.keys(num_cells, scale)
+    order = np.argsort(lo, kind="stable")
+    lo, hi = lo[order], np.maximum.accumulate(hi[order]) if len(hi) else hi
+    if not len(lo):
+        return int(rows.keys(num_cells, scale)[0][0])
+    fresh = np.ones(len(lo), dtype=bool)
+    fresh[1:] = lo[1:] > hi[:-1]
+    starts = lo[fresh]
+    stops = hi[np.concatenate((np.flatnonzero(fresh)[1:], [len(lo)])) - 1]
+    begin, end = rows.keys(num_cells, scale)
+    at = np.searchsorted(starts, begin, side="right") - 1
+    bad = np.flatnonzero((at < 0) | (end > stops[np.maximum(at, 0)]))
+    return int(begin[bad[0]]) if len(bad) else None
+
+
+def check_order(dag: Dag, schedule: Schedule) -> Finding:
+    """One total order: the numbering. Every edge goes up, so the earliest unfinished operation can always proceed; verify
+    follows move; windows hold; every move waits for nothing of its own or a later wave."""
+    if len(dag.edges) and not bool((dag.edges[:, 0] < dag.edges[:, 1]).all()):
+        return Finding(name="order", holds=False, evidence="an edge goes down: the order has a cycle")
+    waves = dag.wave[dag.edges]
+    timed = (waves >= 0).all(axis=1)
+    if len(waves) and bool((waves[timed][:, 0] > waves[timed][:, 1]).any()):
+        return Finding(name="order", holds=False, evidence="an operation waits for one of a later wave")
+    num_moves = int((dag.kind == MOVE).sum())
+    if num_moves != len(schedule.moves) or int((dag.kind == VERIFY).sum()) != num_moves:
+        return Finding(name="order", holds=False, evidence="a move without its verify")
+    return Finding(
+        name="order", holds=True, evidence=f"acyclic: {dag.num_ops:,} operations, {dag.num_edges:,} edges, all upward"
+    )
+
+
+def check_windows(schedule: Schedule, num_devices: int) -> Finding:
+    sent: dict[tuple[int, int], int] = {}
+    received: dict[tuple[int, int], int] = {}
+    largest = 0
+    for move, wave in zip(schedule.moves, schedule.wave, strict=True):
+        if move.link == LOCAL:
+            continue
+        largest = max(largest, move.num_bytes)
+        for loads, place in ((sent, move.src), (received, move.dst)):
+            key = (place % num_devices, wave)
+            loads[key] = loads.get(key, 0) + move.num_bytes
+    worst = max((*sent.values(), *received.values()), default=0)
+    # One storage larger than the window travels alone.
+    limit = max(schedule.window_bytes, largest)
+    return Finding(
+        name="windows",
+        holds=worst <= limit,
+        evidence=f"at most {worst:,} bytes posted per device, direction and wave (limit {limit:,})",
+    )
+
+
+def check_bytes(diff: Diff, schedule: Schedule, bound_moved: int) -> Finding:
+    """Moves carry what the demands need and no byte more, recounted from the intervals."""
+    moved = 0
+    for move in schedule.moves:
+        table = diff.tables[move.table]
+        width = table.element_bytes if move.slots is None else sum(table.slot_bytes[i] for i in move.slots)
+        numel = int((move.intervals.stop - move.intervals.start).sum())
+        if numel * width != move.num_bytes:
+            return Finding(name="bytes", holds=False, evidence=f"a move says {move.num_bytes} and has {numel * width}")
+        same_node = diff.topology.node_of_place(move.src) == diff.topology.node_of_place(move.dst)
+        if (move.link == INTER) == same_node:
+            return Finding(name="bytes", holds=False, evidence="a move's link class disagrees with its nodes")
+        moved += move.num_bytes if move.link != LOCAL else 0
+    return Finding(
+        name="bytes", holds=moved >= bound_moved, evidence=f"{moved:,} bytes move, at least {bound_moved:,} must"
+    )
+
+
+def worst_memory(dag: Dag, space: int, base: int) -> int:
+    """Most bytes that ``space`` can hold on any timing: ``base`` + the maximum-weight closure of started acquires and unfinished
+    releases.
+
+    A state is a set of started and a set of finished operations: finished(p) is needed for started(o) along every edge, and
+    started(o) for finished(o). Started acquires add, finished releases subtract; the maximum is one minimum cut.
+    """
+    acquires = np.flatnonzero((dag.space == space) & (dag.acquired > 0))
+    releases = np.flatnonzero((dag.space == space) & (dag.released > 0))
+    gains = int(dag.acquired[acquires].sum())
+    if not len(acquires) or not len(releases):
+        return base + gains
+    count = dag.num_ops
+    source, sink = 2 * count, 2 * count + 1  # node o: started, node count + o: finished
+    before, after = dag.edges[:, 0], dag.edges[:, 1]
+    infinite = gains + 1
+    tails = np.concatenate((after, np.arange(count) + count, np.full(len(acquires), source), releases + count))
+    heads = np.concatenate((before + count, np.arange(count), acquires, np.full(len(releases), sink)))
+    capacity = np.concatenate(
+        (
+            np.full(len(before) + count, infinite, dtype=np.int64),
+            dag.acquired[acquires],
+            dag.released[releases],
+        )
+    )
+    flow = max_flow.SimpleMaxFlow()
+    flow.add_arcs_with_capacity(tails.astype(np.int32), heads.astype(np.int32), capacity)
+    status = flow.solve(source, sink)
+    assert status == flow.OPTIMAL, status
+    return base + gains - int(flow.optimal_flow())
+
+
+def check_memory(dag: Dag, base: IntArray, capacity: IntArray, topology: Topology) -> tuple[Finding, IntArray]:
+    """Worst state per space on any timing. ``base``: bytes there when the transfer starts (state, processes, staging)."""
+    acquired = np.zeros_like(base)
+    touched = dag.space >= 0
+    np.add.at(acquired, dag.space[touched], dag.acquired[touched])
+    first_release = int(np.flatnonzero(dag.released > 0)[0]) if bool((dag.released > 0).any()) else dag.num_ops
+    last_acquire = int(np.flatnonzero(dag.acquired > 0)[-1]) if bool((dag.acquired > 0).any()) else -1
+    worst = base + acquired
+    how = "nothing is released before everything was acquired"
+    if first_release < last_acquire:
+        for space in np.flatnonzero(acquired).tolist():
+            worst[space] = worst_memory(dag, space, int(base[space]))
+        how = "maximum-weight closure per space"
+    over = np.flatnonzero(worst > capacity)
+    name = "memory"
+    if len(over):
+        space = int(over[np.argmax((worst - capacity)[over])])
+        return Finding(
+            name=name,
+            holds=False,
+            evidence=f"{_space_name(topology, space)} may hold {int(worst[space]):,} of {int(capacity[space]):,} bytes",
+        ), worst
+    return Finding(name=name, holds=True, evidence=f"holds in every order ({how})"), worst
+
+
+def _space_name(topology: Topology, space: int) -> str:
+    if space < topology.num_devices:
+        return str(topology.devices[space])
+    return f"{topology.nodes[space - topology.num_devices].name}.host"

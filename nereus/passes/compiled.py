@@ -1,0 +1,94 @@
+"""The result of compiling: everything that the passes decided, and the certificate."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from nereus.ir.holdings import Holdings, Topology
+from nereus.ir.plan import Plan
+from nereus.ir.schedule import Schedule
+from nereus.ir.transition import Certificate
+from nereus.passes.atoms import AtomTable, ModelGeometry
+from nereus.passes.bound import Bounds
+from nereus.passes.dag import Dag
+from nereus.passes.diff import Diff
+from nereus.passes.lifecycle import Lifecycle
+from nereus.passes.lower import StageChange
+from nereus.passes.memory import MemoryPlan
+from nereus.passes.place import Choice
+from nereus.passes.storages import StorageMap
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transition:
+    """``old`` and ``new`` are placed. Not slotted: per-device indices are built once and kept."""
+
+    old: Plan
+    new: Plan
+    old_holdings: Holdings
+    new_holdings: Holdings
+    topology: Topology
+    diff: Diff
+    changes: tuple[StageChange, ...]
+    choices: tuple[Choice, ...]
+    storages: StorageMap = field(repr=False)
+    life: Lifecycle
+    memory: MemoryPlan
+    schedule: Schedule
+    dag: Dag
+    bound: Bounds
+    digest: str
+    certificate: Certificate
+    #: Seconds of each pass, in order.
+    timings: tuple[tuple[str, float], ...] = ()
+
+    def geometry_of(self, table: AtomTable) -> ModelGeometry:
+        return self._geometry[id(table)]
+
+    @cached_property
+    def _geometry(self) -> dict[int, ModelGeometry]:
+        diff = self.diff
+        return {id(t): diff.geometries[g] for t, g in zip(diff.tables, diff.geometry_of, strict=True)}
+
+    def moves_of_device(self, device: int) -> tuple[int, ...]:
+        """Numbers of the moves that ``device`` sends or receives, ascending."""
+        return self._moves_by_device.get(device, ())
+
+    @cached_property
+    def _moves_by_device(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, list[int]] = {}
+        for number, move in enumerate(self.schedule.moves):
+            for device in {move.src % self.topology.num_devices, move.dst % self.topology.num_devices}:
+                found.setdefault(device, []).append(number)
+        return {device: tuple(numbers) for device, numbers in found.items()}
+
+
+def transition_digest(old: Plan, new: Plan, schedule: Schedule) -> str:
+    """SHA-256 over both placed plans (not their file names) and every move with its wave: equal programs, equal digest."""
+    digest = hashlib.sha256()
+    for plan in (old, new):
+        digest.update(repr(replace(plan, path="")).encode())
+    digest.update(schedule.mode.encode())
+    head = [
+        (
+            wave,
+            m.src,
+            m.dst,
+            m.table,
+            m.num_bytes,
+            -1 if m.slots is None else sum(1 << i for i in m.slots),
+            len(m.intervals),
+        )
+        for m, wave in zip(schedule.moves, schedule.wave, strict=True)
+    ]
+    digest.update(np.array(head, dtype=np.int64).tobytes())
+    for move in schedule.moves:
+        for column in (move.intervals.cell, move.intervals.start, move.intervals.stop):
+            digest.update(np.ascontiguousarray(column).tobytes())
+    for key, wave in sorted((*schedule.acquire.items(), *schedule.release.items())):
+        digest.update(repr((key, wave)).encode())
+    return digest.hexdigest()

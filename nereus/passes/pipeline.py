@@ -1,0 +1,159 @@
+"""The compiler's driver: two plans in, a transition with its certificate out, or the reasons why not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from nereus.ir.diagnostic import DiagnosticError, Severity
+from nereus.ir.holdings import Topology, join_clusters
+from nereus.ir.plan import Plan
+from nereus.ir.schedule import Schedule
+from nereus.models.memory import check_memory
+from nereus.passes import check as verifier
+from nereus.passes import refusals
+from nereus.passes.bound import bounds
+from nereus.passes.certify import certify
+from nereus.passes.compiled import Transition, transition_digest
+from nereus.passes.dag import build_dag
+from nereus.passes.diff import Diff, diff
+from nereus.passes.hold import hold
+from nereus.passes.lifecycle import lifecycle
+from nereus.passes.lower import lower
+from nereus.passes.manager import Hook, Instrument, Pipeline
+from nereus.passes.memory import MemoryPlan
+from nereus.passes.place import pin
+from nereus.passes.route import Routed
+from nereus.passes.storages import StorageMap
+from nereus.passes.tight import Stuck, tight_schedule
+
+
+def compile_transition(
+    old: Plan,
+    new: Plan,
+    pipeline: Pipeline | None = None,
+    *,
+    allow_destroy: bool = False,
+    hooks: Sequence[Hook] = (),
+) -> Transition:
+    """Raises DiagnosticError (NRS4xxx, NRS5xxx) where there is no safe transition; the old plan is never in doubt."""
+    started = time.perf_counter()
+    pipeline = pipeline or Pipeline()
+    instrument = Instrument(hooks=tuple(hooks))
+    run = instrument.run
+    errors = [d for d in check_memory(new) if d.severity is Severity.ERROR]
+    errors += refusals.check_models(old, new)
+    if errors:
+        raise DiagnosticError(errors)
+    old = pin(old)
+    topology = join_clusters(old.cluster, new.cluster)
+    old_holdings = run("hold", lambda: hold(old))
+    placed = run("place", lambda: pipeline.place.apply(old, old_holdings, new, topology))
+    new = placed.plan
+    new_holdings = hold(new)
+    errors = refusals.check_state(old_holdings, new_holdings, new, allow_destroy=allow_destroy)
+    if errors:
+        raise DiagnosticError(errors)
+    changes = run("lower", lambda: lower(old, new))
+    difference = run("diff", lambda: diff(old_holdings, new_holdings, topology))
+    if difference.lost:
+        raise DiagnosticError(refusals.lost_state(difference, new))
+    life = run("lifecycle", lambda: lifecycle(old, new, topology))
+    routed = run("route", lambda: pipeline.route.apply(difference))
+    storages = StorageMap(old_holdings, new_holdings, topology)
+    memory = run("memory", lambda: pipeline.memory.apply(storages, life, routed, topology))
+    schedule = run("schedule", lambda: _schedule(pipeline, difference, storages, routed, memory, topology, new))
+    with instrument.timed("check"):
+        dag = build_dag(
+            schedule, life, topology, memory.state.new, memory.state.old, _storage_bytes(schedule, storages, topology)
+        )
+        bound = bounds(difference, routed.links)
+        memory_finding, worst = verifier.check_memory(dag, memory.tight_base, memory.capacity, topology)
+        findings = (
+            verifier.check_coverage(difference, schedule),
+            verifier.check_sources(difference, schedule),
+            verifier.check_order(dag, schedule),
+            verifier.check_windows(schedule, topology.num_devices),
+            verifier.check_bytes(difference, schedule, bound.moved_bytes),
+            memory_finding,
+        )
+    digest = transition_digest(old, new, schedule)
+    certificate = certify(
+        new=new,
+        difference=difference,
+        placed=placed,
+        routed=routed,
+        bound=bound,
+        life=life,
+        memory=memory,
+        worst=worst,
+        schedule=schedule,
+        dag=dag,
+        findings=findings,
+        digest=digest,
+        compile_s=time.perf_counter() - started,
+    )
+    transition = Transition(
+        old=old,
+        new=new,
+        old_holdings=old_holdings,
+        new_holdings=new_holdings,
+        topology=topology,
+        diff=difference,
+        changes=changes,
+        choices=placed.choices,
+        storages=storages,
+        life=life,
+        memory=memory,
+        schedule=schedule,
+        dag=dag,
+        bound=bound,
+        digest=digest,
+        certificate=certificate,
+        timings=tuple(instrument.timings),
+    )
+    for hook in hooks:
+        hook("check", transition)
+    return transition
+
+
+def _schedule(
+    pipeline: Pipeline,
+    difference: Diff,
+    storages: StorageMap,
+    routed: Routed,
+    memory: MemoryPlan,
+    topology: Topology,
+    new: Plan,
+) -> Schedule:
+    """Reversible where it fits (or is asked for), else tight, else a refusal with its witness."""
+    over = memory.reversible_peak - memory.capacity
+    if pipeline.mode != "tight":
+        if not bool((over > 0).any()):
+            return pipeline.schedule.apply(routed)
+        if pipeline.mode == "reversible":
+            raise DiagnosticError([refusals.reversible_does_not_fit(memory, topology, new)])
+    start = memory.reversible["at engine start"] - memory.capacity
+    if bool((start > 0).any()):
+        raise DiagnosticError([refusals.setup_does_not_fit(memory, topology, new)])
+    result = tight_schedule(difference, storages, routed, memory, topology, pipeline.schedule.window_bytes)
+    if isinstance(result, Stuck):
+        raise DiagnosticError([refusals.stuck(result, memory, topology, new)])
+    return result
+
+
+def _storage_bytes(
+    schedule: Schedule, storages: StorageMap, topology: Topology
+) -> dict[tuple[int, str, str, int], tuple[int, int]]:
+    """(space, bytes) of every storage that the schedule names (tight mode)."""
+    found: dict[tuple[int, str, str, int], tuple[int, int]] = {}
+    for keys, is_new in ((schedule.acquire, True), (schedule.release, False)):
+        for key in keys:
+            device, stage, slot, tensor = key
+            fit = storages.fit(stage, slot, device)
+            side = storages.new if is_new else storages.old
+            kind = side[stage].state_set.slot(slot)
+            assert kind is not None
+            space = topology.num_devices + int(topology.node_of[device]) if kind.host else device
+            found[key] = (space, int((fit.new if is_new else fit.old)[tensor]) * kind.element_bytes)
+    return found

@@ -1,0 +1,172 @@
+"""Why there is no transition: the diagnostics of the passes (NRS5xxx), with numbers, witness and the way out."""
+
+from __future__ import annotations
+
+from nereus.ir.diagnostic import Diagnostic, Label, Severity
+from nereus.ir.holdings import Holdings, Topology
+from nereus.ir.plan import Plan, Stage
+from nereus.ir.units import format_bytes
+from nereus.passes.diff import Diff
+from nereus.passes.memory import MemoryPlan
+from nereus.passes.tight import Stuck
+
+
+def _label(stage: Stage | None, key: str = "on", message: str = "") -> Label | None:
+    span = stage.key_span(key) if stage is not None else None
+    return Label(span=span, message=message) if span is not None else None
+
+
+def check_models(old: Plan, new: Plan) -> list[Diagnostic]:
+    """A model keeps its shape and head: Nereus moves state, it does not convert models."""
+    found = []
+    for model in new.models:
+        before = next((m for m in old.models if m.name == model.name), None)
+        if before is None or (before.arch == model.arch and before.head == model.head):
+            continue
+        found.append(
+            Diagnostic(
+                code="NRS5004",
+                severity=Severity.ERROR,
+                headline=f"model {model.name} is another model in the new plan",
+                primary=Label(span=model.span, message=f"{model.source}, head {model.head}") if model.span else None,
+                secondary=(Label(span=before.span, message=f"{before.source}, head {before.head}"),)
+                if before.span
+                else (),
+                help="Keep the model, or give the new one a name of its own.",
+            )
+        )
+    return found
+
+
+def check_state(old: Holdings, new: Holdings, plan: Plan, *, allow_destroy: bool) -> list[Diagnostic]:
+    found = []
+    for before in old.sets:
+        after = new.of_model(before.model)
+        kept = {slot.name: slot for s in after for slot in s.slots}
+        gone = [slot.name for slot in before.slots if slot.name not in kept]
+        if gone and not allow_destroy:
+            what = "all of its state" if len(gone) == len(before.slots) else "its " + ", ".join(gone)
+            found.append(
+                Diagnostic(
+                    code="NRS5007",
+                    severity=Severity.ERROR,
+                    headline=f"the new plan drops {before.stage}: {what} would be destroyed",
+                    notes=(f"no stage of the new plan holds {before.model}'s {', '.join(gone)}",),
+                    help="Keep a stage that holds the state, or allow the loss with --allow-destroy.",
+                )
+            )
+        for slot in before.slots:
+            other = kept.get(slot.name)
+            if other is not None and other.dtype != slot.dtype:
+                found.append(
+                    Diagnostic(
+                        code="NRS5005",
+                        severity=Severity.ERROR,
+                        headline=f"{before.stage}: slot {slot.name} changes from {slot.dtype} to {other.dtype}",
+                        primary=_label(plan.find_stage(before.stage), "state"),
+                        notes=("a transition moves state bit for bit; a conversion would round it",),
+                        help=f"Keep {slot.name} = {slot.dtype} in state {{ }} and change it with the framework.",
+                    )
+                )
+    return found
+
+
+def lost_state(difference: Diff, plan: Plan) -> list[Diagnostic]:
+    """One diagnostic per state set and slots: which sole copies were on lost nodes."""
+    topology = difference.topology
+    totals: dict[tuple[str, tuple[str, ...]], tuple[int, set[str], str]] = {}
+    for entry in difference.lost:
+        key = (entry.state_set, entry.slots)
+        num_bytes, holders, tensor = totals.get(key, (0, set(), entry.example_tensor))
+        holders |= {topology.place_name(p) for p in entry.last_holders}
+        totals[key] = (num_bytes + entry.num_bytes, holders, tensor)
+    found = []
+    for (stage, slots), (num_bytes, holders, tensor) in totals.items():
+        nodes = sorted({name.split(".")[0] for name in holders})
+        shown = sorted(holders)
+        listed = ", ".join(shown[:8]) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
+        checkpoint = plan.checkpoint
+        found.append(
+            Diagnostic(
+                code="NRS5001",
+                severity=Severity.ERROR,
+                headline=f"{stage}: {format_bytes(num_bytes)} of {', '.join(slots)} had their only copy on {', '.join(nodes)}",
+                primary=_label(plan.find_stage(stage), "on"),
+                notes=(
+                    f"sole copies were on {listed}, for example of {tensor}",
+                    "no living GPU or host memory holds them, so no transition can bring them back",
+                ),
+                help=(
+                    f"Roll the whole job back to one version: the checkpoint in {checkpoint.path} (every {checkpoint.every} steps)."
+                    if checkpoint is not None
+                    else "Roll the whole job back to a checkpoint; name it in a checkpoint { path = ... } block."
+                ),
+                data=(("lost_bytes", num_bytes), ("stage", stage), ("nodes", " ".join(nodes))),
+            )
+        )
+    return found
+
+
+def _space(topology: Topology, space: int) -> str:
+    if space < topology.num_devices:
+        return str(topology.devices[space])
+    return f"{topology.nodes[space - topology.num_devices].name}.host"
+
+
+def _memory_notes(memory: MemoryPlan, space: int) -> tuple[str, ...]:
+    state = memory.state
+    return (
+        f"state that stays {format_bytes(int(state.kept[space]))}, goes {format_bytes(int(state.old[space]))}, "
+        f"comes {format_bytes(int(state.new[space]))}; at engine start "
+        f"{format_bytes(int(memory.reversible['at engine start'][space]))}",
+    )
+
+
+def reversible_does_not_fit(memory: MemoryPlan, topology: Topology, plan: Plan) -> Diagnostic:
+    space = memory.worst(memory.reversible_peak)
+    need, have = int(memory.reversible_peak[space]), int(memory.capacity[space])
+    return Diagnostic(
+        code="NRS5003",
+        severity=Severity.ERROR,
+        headline=f"reversible mode needs {format_bytes(need)} of {format_bytes(have)} on {_space(topology, space)}",
+        notes=_memory_notes(memory, space),
+        help="Leave the mode to the compiler (it takes tight mode where the old plan cannot stay whole).",
+        data=(("need_bytes", need), ("have_bytes", have), ("device", _space(topology, space))),
+    )
+
+
+def setup_does_not_fit(memory: MemoryPlan, topology: Topology, plan: Plan) -> Diagnostic:
+    starting = memory.reversible["at engine start"]
+    space = memory.worst(starting)
+    need, have = int(starting[space]), int(memory.capacity[space])
+    return Diagnostic(
+        code="NRS5002",
+        severity=Severity.ERROR,
+        headline=f"starting the new engines needs {format_bytes(need)} of {format_bytes(have)} on {_space(topology, space)}",
+        notes=_memory_notes(memory, space),
+        help="Lower the new engine's kv_cache, or let training state leave the GPU first (idle = offload).",
+        data=(("need_bytes", need), ("have_bytes", have), ("device", _space(topology, space))),
+    )
+
+
+def stuck(witness: Stuck, memory: MemoryPlan, topology: Topology, plan: Plan) -> Diagnostic:
+    device, stage, slot, tensor = witness.storage
+    short = witness.need_bytes - witness.free_bytes
+    return Diagnostic(
+        code="NRS5002",
+        severity=Severity.ERROR,
+        headline=f"no order of the transfer fits: {_space(topology, witness.space)} lacks {format_bytes(short)}",
+        primary=_label(plan.find_stage(stage)),
+        notes=(
+            f"next to arrive is {stage}'s {slot} of tensor {tensor} ({format_bytes(witness.need_bytes)}), "
+            f"{format_bytes(witness.free_bytes)} are free, and nothing there can leave before something else arrives",
+            *_memory_notes(memory, witness.space),
+        ),
+        help=f"Free {format_bytes(short)} on {_space(topology, witness.space)} during the change: idle = offload for a stage "
+        "there, or a smaller window (--pass-pipeline).",
+        data=(
+            ("need_bytes", witness.need_bytes),
+            ("have_bytes", witness.free_bytes),
+            ("device", _space(topology, witness.space)),
+        ),
+    )

@@ -1,0 +1,121 @@
+"""schedule: moves into waves, and the predicted time of the transfer.
+
+List scheduling: in routed order (large first) a move takes the first wave after the moves it relays where both of its devices have
+room in their windows. The time comes from the same order on the ports: a move starts when its ports and both ranks' earlier
+waves are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nereus.ir.schedule import Schedule
+from nereus.ir.transition import INTER, LOCAL, Move
+from nereus.ir.units import MIB
+from nereus.passes.route import MESSAGE_S, Links, Routed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListSchedule:
+    """``window_bytes``: most that a device sends, and receives, in one wave."""
+
+    window_bytes: int = 256 * MIB
+
+    name = "schedule"
+
+    def apply(self, routed: Routed) -> Schedule:
+        wave = assign_waves(routed.moves, self.window_bytes, routed.links.num_devices)
+        return Schedule(
+            mode="reversible",
+            moves=routed.moves,
+            wave=tuple(wave),
+            num_waves=max(wave, default=-1) + 1,
+            window_bytes=self.window_bytes,
+            acquire={},
+            release={},
+            transfer_s=transfer_seconds(routed.moves, wave, routed.links),
+        )
+
+
+def assign_waves(moves: Sequence[Move], window_bytes: int, num_devices: int) -> list[int]:
+    wave = [0] * len(moves)
+    sent: dict[tuple[int, int], int] = {}
+    received: dict[tuple[int, int], int] = {}
+    # Below these waves a device's window is (nearly) full, so the search may start there.
+    open_out, open_in = [0] * num_devices, [0] * num_devices
+    full = window_bytes - window_bytes // 16
+    for number, move in enumerate(moves):
+        after = max((wave[m] + 1 for m in move.after), default=0)
+        if move.link == LOCAL:  # inside one memory: nothing is staged
+            wave[number] = after
+            continue
+        src, dst, size = move.src % num_devices, move.dst % num_devices, min(move.num_bytes, window_bytes)
+        at = max(open_out[src], open_in[dst], after)
+        while sent.get((src, at), 0) + size > window_bytes or received.get((dst, at), 0) + size > window_bytes:
+            at += 1
+        wave[number] = at
+        sent[src, at] = sent.get((src, at), 0) + size
+        received[dst, at] = received.get((dst, at), 0) + size
+        while sent.get((src, open_out[src]), 0) >= full:
+            open_out[src] += 1
+        while received.get((dst, open_in[dst]), 0) >= full:
+            open_in[dst] += 1
+    return wave
+
+
+def transfer_seconds(moves: Sequence[Move], wave: Sequence[int], links: Links) -> float:
+    """Predicted seconds from the first byte to the last.
+
+    Moves of one wave are posted together and share ports as fluids: a port is done with a wave when it has carried the wave's
+    bytes, starting when the first of the ranks involved is ready. A rank starts a wave when its part of the one before is done.
+    """
+    ports = _PortClock(links)
+    ready = [0.0] * links.num_devices
+    by_wave: list[list[int]] = [[] for _ in range(max(wave, default=-1) + 1)]
+    for number, at in enumerate(wave):
+        by_wave[at].append(number)
+    for numbers in by_wave:
+        ports.open_wave()
+        for number in numbers:
+            move = moves[number]
+            start = max(ready[move.src % links.num_devices], ready[move.dst % links.num_devices])
+            ports.load(move, start)
+        for number in numbers:
+            move = moves[number]
+            end = ports.finish(move) + MESSAGE_S
+            for rank in (move.src % links.num_devices, move.dst % links.num_devices):
+                ready[rank] = max(ready[rank], end)
+    return max(ready, default=0.0)
+
+
+class _PortClock:
+    """When each port has carried what was loaded on it so far."""
+
+    def __init__(self, links: Links) -> None:
+        self.links = links
+        self.done: dict[tuple[str, int], float] = {}
+        self.start: dict[tuple[str, int], float] = {}
+        self.busy: dict[tuple[str, int], float] = {}
+
+    def open_wave(self) -> None:
+        for port, start in self.start.items():
+            self.done[port] = max(self.done.get(port, 0.0), start) + self.busy[port]
+        self.start, self.busy = {}, {}
+
+    def _ports(self, move: Move) -> tuple[tuple[tuple[str, int], float], ...]:
+        num_devices = self.links.num_devices
+        out_s, in_s, nic_s = self.links.port_seconds(move.src, move.dst, move.num_bytes)
+        device_ports = ((("out", move.src % num_devices), out_s), (("in", move.dst % num_devices), in_s))
+        if move.link != INTER:
+            return device_ports
+        nodes = (self.links.node(move.src), self.links.node(move.dst))
+        return (*device_ports, (("nic-out", nodes[0]), nic_s), (("nic-in", nodes[1]), nic_s))
+
+    def load(self, move: Move, start: float) -> None:
+        for port, seconds in self._ports(move):
+            self.start[port] = min(self.start.get(port, start), start)
+            self.busy[port] = self.busy.get(port, 0.0) + seconds
+
+    def finish(self, move: Move) -> float:
+        return max(max(self.done.get(port, 0.0), self.start[port]) + self.busy[port] for port, _ in self._ports(move))

@@ -1,0 +1,145 @@
+"""Storages: what every device allocates for each state set, and which allocations a transition leaves alone.
+
+Adapters of dense frameworks allocate per tensor and slot (Megatron's distributed optimizer too: every parameter's shard is a tensor
+of its own), so a storage is (device, state set, slot, tensor). Shares are computed once per (state set, coordinate, shard).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from nereus.ir.cells import LocalBoxes, local_boxes, shard_ranges
+from nereus.ir.holdings import Holdings, StateSet, Topology
+from nereus.ir.layout import SHARD_NONE, IntArray
+from nereus.ir.plan import Slot
+
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One rank's part of one slot: range ``start..stop`` of the local box of every tensor (empty where it holds none)."""
+
+    start: IntArray
+    stop: IntArray
+
+    @property
+    def numel(self) -> IntArray:
+        return self.stop - self.start
+
+
+class SetShares:
+    """Shares of one state set."""
+
+    def __init__(self, state_set: StateSet, topology: Topology) -> None:
+        self.state_set = state_set
+        layout = state_set.bound.layout
+        self.boxes: LocalBoxes = local_boxes(state_set.tensors, layout)
+        index = topology.index()
+        self.coord_of_rank = layout.coord_of_rank()
+        self.shard_of_rank = layout.shard_of_rank()
+        self.rank_of_device = {index[d]: rank for rank, d in enumerate(state_set.bound.ranks)}
+        self._shares: dict[tuple[str, int, int], Share] = {}
+
+    def class_of(self, device: int) -> tuple[int, int]:
+        rank = self.rank_of_device[device]
+        return int(self.coord_of_rank[rank]), int(self.shard_of_rank[rank])
+
+    def share(self, slot: str, coord: int, shard: int) -> Share:
+        layout = self.state_set.bound.layout
+        rule = layout.shard_rule(slot)
+        key = (rule, coord, shard)
+        if key not in self._shares:
+            if rule == SHARD_NONE:
+                numel = self.boxes.numel[coord]
+                self._shares[key] = Share(start=np.zeros_like(numel), stop=numel)
+            else:
+                bounds = shard_ranges(self.boxes, coord, rule, layout.num_shards).bounds
+                for number in range(layout.num_shards):
+                    self._shares[rule, coord, number] = Share(start=bounds[:, number], stop=bounds[:, number + 1])
+        return self._shares[key]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Old against new of one (state set, slot) on a device: elements per tensor that stay, go and come."""
+
+    kept: IntArray
+    old: IntArray  # not kept
+    new: IntArray
+
+    @cached_property
+    def totals(self) -> tuple[int, int, int, int]:
+        """Sums of ``kept``, ``old`` and ``new``, and the largest of ``new``."""
+        return int(self.kept.sum()), int(self.old.sum()), int(self.new.sum()), int(self.new.max(initial=0))
+
+
+class StorageMap:
+    """All storages of a transition, old and new."""
+
+    def __init__(self, old: Holdings, new: Holdings, topology: Topology) -> None:
+        self.topology = topology
+        self.old = {s.stage: SetShares(s, topology) for s in old.sets}
+        self.new = {s.stage: SetShares(s, topology) for s in new.sets}
+        self._fits: dict[tuple[object, ...], Fit] = {}
+
+    @cached_property
+    def stages(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.old, *self.new)))
+
+    def slots(self, stage: str) -> Iterator[tuple[str, Slot | None, Slot | None]]:
+        """(name, old slot, new slot) of a stage's state sets."""
+        old = self.old[stage].state_set.slots if stage in self.old else ()
+        new = self.new[stage].state_set.slots if stage in self.new else ()
+        for name in dict.fromkeys(s.name for s in (*old, *new)):
+            yield (
+                name,
+                next((s for s in old if s.name == name), None),
+                next((s for s in new if s.name == name), None),
+            )
+
+    def fit(self, stage: str, slot: str, device: int) -> Fit:
+        """A storage stays where device, box, range, dtype and memory are the same before and after."""
+        old, new = self.old.get(stage), self.new.get(stage)
+        old_slot = old.state_set.slot(slot) if old is not None and device in old.rank_of_device else None
+        new_slot = new.state_set.slot(slot) if new is not None and device in new.rank_of_device else None
+        old_class = old.class_of(device) if old is not None and old_slot is not None else None
+        new_class = new.class_of(device) if new is not None and new_slot is not None else None
+        key = (
+            stage,
+            old_class and old and (old.state_set.bound.layout.shard_rule(slot), old_class),
+            new_class and new and (new.state_set.bound.layout.shard_rule(slot), new_class),
+            old_slot == new_slot,
+        )
+        if key not in self._fits:
+            before = old.share(slot, *old_class) if old is not None and old_class is not None else None
+            after = new.share(slot, *new_class) if new is not None and new_class is not None else None
+            same = None
+            if old and new and old_class and new_class and before and after and old_slot == new_slot:
+                same = (before.start == after.start) & (before.stop == after.stop)
+                for bound in ("row_lo", "row_hi", "col_lo", "col_hi"):
+                    same &= getattr(old.boxes, bound)[old_class[0]] == getattr(new.boxes, bound)[new_class[0]]
+            self._fits[key] = self._fit(stage, before, after, same)
+        return self._fits[key]
+
+    def _fit(self, stage: str, before: Share | None, after: Share | None, same: BoolArray | None) -> Fit:
+        shares = self.new.get(stage) or self.old[stage]
+        empty = np.zeros(len(shares.state_set.tensors), dtype=np.int64)
+        old = before.numel if before is not None else empty
+        new = after.numel if after is not None else empty
+        kept = empty if same is None else np.where(same, new, 0)
+        return Fit(kept=kept, old=old - kept, new=new - kept)
+
+    def devices_of(self, stage: str) -> tuple[int, ...]:
+        """Living devices that have a part of the stage before or after."""
+        found: set[int] = set()
+        for side in (self.old, self.new):
+            if stage in side:
+                found |= set(side[stage].rank_of_device)
+        return tuple(sorted(d for d in found if self.topology.alive[int(self.topology.node_of[d])]))
