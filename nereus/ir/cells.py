@@ -1,15 +1,17 @@
 """Cells: the common refinement of every tensor-parallel cut of a model, and the 1-D geometry inside a cell.
 
-Two layouts cut a logical tensor along one dimension each; together the cuts give *cells*, boxes that no (tp, pp) coordinate of
-any layout divides. Inside a cell every further cut (ZeRO's flat ranges, FSDP's rows) is a cut of the cell's row-major order:
-the cell lies inside one local box, so walking the local box in its order visits the cell's elements in theirs. All
-regions of the compiler are therefore ``(cell, start, stop)`` intervals; they become boxes only when a program is emitted.
+Two layouts cut a logical tensor along one dimension each; together the cuts give *cells*, boxes that no (tp, pp)
+coordinate of any layout divides. Inside a cell every further cut (ZeRO's flat ranges, FSDP's rows) is a cut of the
+cell's row-major order: the cell lies inside one local box, so walking the local box in its order visits the cell's
+elements in theirs. All regions of the compiler are therefore ``(cell, start, stop)`` intervals; they become boxes
+only when a program is emitted.
 
 Tensors are seen as matrices ``rows x cols`` (a vector is ``n x 1``; a cut along dim 0 cuts rows, along dim 1 columns).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -71,7 +73,7 @@ def build_cells(tensors: tuple[LogicalTensor, ...], tp_degrees: Sequence[int]) -
                     points.update(tensor.cut.interval(extent, tp, rank))
             cached[key] = sorted(points)
         points_list = cached[key]
-        for lo, hi in zip(points_list, points_list[1:], strict=False):
+        for lo, hi in itertools.pairwise(points_list):
             columns.append((index, lo, hi, 0, cols) if tensor.cut.dim == 0 else (index, 0, rows, lo, hi))
     table = np.array(columns, dtype=np.int64).reshape(-1, 5)
     shape_table = np.array(shapes, dtype=np.int64).reshape(-1, 2)
@@ -89,7 +91,8 @@ def build_cells(tensors: tuple[LogicalTensor, ...], tp_degrees: Sequence[int]) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalBoxes:
-    """What one layout's (tp, pp) coordinates hold: arrays ``[num_coords, num_tensors]``; an absent tensor is an empty box."""
+    """What one layout's (tp, pp) coordinates hold: arrays ``[num_coords, num_tensors]``; an absent tensor is an empty
+    box."""
 
     row_lo: IntArray
     row_hi: IntArray

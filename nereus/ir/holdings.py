@@ -1,7 +1,7 @@
 """Holdings: which memory holds which state, before and after.
 
-A *place* is the memory that one rank owns: its GPU, or its process's part of the node's host memory. Places of one node's host
-memory are one memory space: a copy between them crosses no link and is not counted as moved.
+A *place* is the memory that one rank owns: its GPU, or its process's part of the node's host memory. Places of one
+node's host memory are one memory space: a copy between them crosses no link and is not counted as moved.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def join_clusters(old: Cluster, new: Cluster) -> Topology:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSet:
-    """One copy of a model's state at a boundary: the tensors of one stage's processes (and of the stages ``with`` it)."""
+    """One copy of a model's state at a boundary: the tensors of one stage's processes (and of the stages ``with``
+    it)."""
 
     stage: str
     model: str
@@ -79,8 +80,8 @@ class StateSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holdings:
-    """The state sets of a plan. ``caches`` are stages whose copy is older than its trainer at the boundary: dropped, and
-    filled by the next weight sync."""
+    """The state sets of a plan. ``caches`` are stages whose copy is older than its trainer at the boundary: dropped,
+    and filled by the next weight sync."""
 
     sets: tuple[StateSet, ...]
     caches: tuple[str, ...] = ()

@@ -34,7 +34,8 @@ class Intervals:
         return self.cut_at([total * i // parts for i in range(1, parts)])
 
     def cut_at(self, positions: Iterable[int]) -> list[Intervals]:
-        """Cut where the running element count reaches each of the ascending ``positions``; empty pieces are left out."""
+        """Cut where the running element count reaches each of the ascending ``positions``; empty pieces are left
+        out."""
         ends = np.cumsum(self.stop - self.start)
         begins = ends - (self.stop - self.start)
         total = int(ends[-1]) if len(ends) else 0
@@ -82,7 +83,8 @@ class Intervals:
         scale = int(self.stop.max()) + 1
         own_lo, own_hi = self._keys(scale)
         cut_lo, cut_hi = common._keys(scale)
-        # Gaps between cuts, limited to own intervals: every own start or cut end opens a gap, every cut start or own end closes.
+        # Gaps between cuts, limited to own intervals: every own start or cut end opens a gap, every cut start or own
+        # end closes.
         opens = np.sort(np.concatenate((own_lo, cut_hi)))
         closes = np.sort(np.concatenate((own_hi, cut_lo)))
         keep = closes > opens

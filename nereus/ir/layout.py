@@ -1,14 +1,16 @@
 """Layouts: which coordinate holds which part of a model, and how a stage's devices map to coordinates.
 
-A coordinate is (tp, pp, dp, cp). What a rank holds of a slot follows in two steps: (tp, pp) chooses a box of each logical
-tensor (``TensorParallel x Pipeline``); then, where the slot is sharded over data parallelism, ``Shards`` chooses a range of
-that box:
+A coordinate is (tp, pp, dp, cp). What a rank holds of a slot follows in two steps: (tp, pp) chooses a box of each
+logical tensor (``TensorParallel x Pipeline``); then, where the slot is sharded over data parallelism, ``Shards``
+chooses a range of that box:
 
 - ``none``   every dp rank holds the box whole,
-- ``flat``   the boxes of a (tp, pp) coordinate laid end to end in model order, padded to a multiple of the shard count and
+- ``flat``   the boxes of a (tp, pp) coordinate laid end to end in model order, padded to a multiple of the shard
+  count and
              cut into equal ranges (Megatron's distributed optimizer, DeepSpeed ZeRO-1/2),
 - ``param``  the same per tensor (DeepSpeed ZeRO-3),
-- ``dim0``   rows of each local box in chunks of ceil(rows / shards), the last ones shorter or empty (FSDP2, torch.chunk).
+- ``dim0``   rows of each local box in chunks of ceil(rows / shards), the last ones shorter or empty (FSDP2,
+  torch.chunk).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from nereus.ir.plan import Stage
 from nereus.ir.tensor import LogicalTensor
 
 IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 SHARD_NONE, SHARD_FLAT, SHARD_PARAM, SHARD_DIM0 = "none", "flat", "param", "dim0"
 

@@ -1,4 +1,5 @@
-"""The typed plan: what the front end hands to everything else. All defaults are filled in; nothing here is inferred later."""
+"""The typed plan: what the front end hands to everything else. All defaults are filled in; nothing here is inferred
+later."""
 
 from __future__ import annotations
 
@@ -77,8 +78,9 @@ class Replicas:
 class Stage:
     """One model in one stage, e.g. ``actor.train``.
 
-    A stage ``with_`` another runs in that stage's processes and layout: degrees and devices are copied from it. For the same
-    model it uses the very same tensors; another model has a copy of its own, in host memory when ``swap == 'host'``.
+    A stage ``with_`` another runs in that stage's processes and layout: degrees and devices are copied from it. For
+    the same model it uses the very same tensors; another model has a copy of its own, in host memory when ``swap ==
+    'host'``.
     """
 
     model: str

@@ -1,8 +1,9 @@
 """Programs: what every participant does. Derived from one schedule that all participants agree on by digest.
 
-Every storage is a 1-D buffer. A *block* is a rectangle inside one: ``num_rows`` runs of ``num_cols`` elements, ``row_stride``
-elements apart, first element at ``offset``. A shard of a matrix, a range of ZeRO's flat buffer and a strided part of either
-all are blocks, and a move is a list of blocks on each side with equal shapes, pair by pair, in one element order.
+Every storage is a 1-D buffer. A *block* is a rectangle inside one: ``num_rows`` runs of ``num_cols`` elements,
+``row_stride`` elements apart, first element at ``offset``. A shard of a matrix, a range of ZeRO's flat buffer and a
+strided part of either all are blocks, and a move is a list of blocks on each side with equal shapes, pair by pair, in
+one element order.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ STORAGE, OFFSET, NUM_ROWS, NUM_COLS, ROW_STRIDE, GLOBAL_START, GLOBAL_STRIDE = r
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """``table``: int64 ``[n, 7]``: storage id (of this participant), offset, rows, columns, row stride, and where the block lies
-    in its logical tensor: flat index of the first element and elements between rows (for checksums and error texts)."""
+    """``table``: int64 ``[n, 7]``: storage id (of this participant), offset, rows, columns, row stride, and where the
+    block lies in its logical tensor: flat index of the first element and elements between rows (for checksums and
+    error texts)."""
 
     table: IntArray
 
@@ -40,8 +42,9 @@ NO_BLOCKS = Blocks(np.zeros((0, 7), dtype=np.int64))
 class StorageSpec:
     """One allocation of one participant.
 
-    It holds elements ``start..stop`` (row-major) of the box rows ``row_lo..row_hi`` x columns ``col_lo..col_hi`` of the logical
-    tensor seen as a matrix (dim 0 x the rest; a vector is n x 1). ``start, stop`` cover the whole box unless the slot is sharded.
+    It holds elements ``start..stop`` (row-major) of the box rows ``row_lo..row_hi`` x columns ``col_lo..col_hi`` of
+    the logical tensor seen as a matrix (dim 0 x the rest; a vector is n x 1). ``start, stop`` cover the whole box
+    unless the slot is sharded.
     """
 
     id: int
@@ -67,8 +70,8 @@ class StorageSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalCopy:
-    """``dst[i] = src[i]`` block by block on one device; ``cast``: src and dst dtypes differ (bf16 weight from its fp32 master,
-    round to nearest even), else bit for bit."""
+    """``dst[i] = src[i]`` block by block on one device; ``cast``: src and dst dtypes differ (bf16 weight from its
+    fp32 master, round to nearest even), else bit for bit."""
 
     src: Blocks
     dst: Blocks
@@ -87,8 +90,8 @@ class Message:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wave:
     """In this order: acquire; copies; post all receives and sends and wait for them; unpack and verify every message;
-    derives; and, where ``release`` is used on any device (tight mode), agree with all devices that the wave was verified, then
-    release."""
+    derives; and, where ``release`` is used on any device (tight mode), agree with all devices that the wave was
+    verified, then release."""
 
     acquire: tuple[int, ...] = ()
     copies: tuple[LocalCopy, ...] = ()
@@ -102,8 +105,8 @@ class Wave:
 class Program:
     """One device's part. All programs of a transition have equally many waves and the same ``digest`` and ``mode``.
 
-    ``reversible``: nothing old is released before all devices have voted to commit; ``tight``: waves release as they go.
-    ``commit_release``: old storages released after the commit.
+    ``reversible``: nothing old is released before all devices have voted to commit; ``tight``: waves release as they
+    go. ``commit_release``: old storages released after the commit.
     """
 
     device: Device

@@ -74,7 +74,8 @@ def disjoint(boxes: Sequence[Box]) -> bool:
 
 
 def flat_range_to_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
-    """Boxes, in flat order, that hold elements ``start..stop`` of a row-major tensor; at most ``2 * ndim - 1`` of them."""
+    """Boxes, in flat order, that hold elements ``start..stop`` of a row-major tensor; at most ``2 * ndim - 1`` of
+    them."""
     if not 0 <= start <= stop <= prod(shape):
         raise ValueError(f"range [{start}, {stop}) outside a tensor of {prod(shape)} elements")
     if start == stop:

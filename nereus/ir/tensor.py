@@ -13,8 +13,8 @@ class CutError(ValueError):
 class Cut:
     """How tensor parallelism cuts a dimension: ``groups`` equal indivisible units (heads, kv heads, ffn columns, rows).
 
-    A degree that divides ``groups`` gives every rank groups / tp of them. Where ``replicate`` is set (kv heads), a multiple
-    of ``groups`` gives each rank one whole unit, tp / groups ranks holding the same one.
+    A degree that divides ``groups`` gives every rank groups / tp of them. Where ``replicate`` is set (kv heads), a
+    multiple of ``groups`` gives each rank one whole unit, tp / groups ranks holding the same one.
     """
 
     dim: int

@@ -6,16 +6,18 @@ from dataclasses import dataclass
 
 from nereus.ir.intervals import Intervals
 
-#: Link classes of a move. LOCAL stays inside one memory space (not counted as moved), HOST crosses a GPU's own host link.
+#: Link classes of a move. LOCAL stays inside one memory space (not counted as moved), HOST crosses a GPU's own host
+#: link.
 LOCAL, HOST, INTRA, INTER = "local", "host", "intra-node", "inter-node"
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """``intervals`` of atom table ``table``, for its slots number ``slots`` (all where None), go from place ``src`` to place ``dst``.
+    """``intervals`` of atom table ``table``, for its slots number ``slots`` (all where None), go from place ``src``
+    to place ``dst``.
 
-    ``after``: moves that bring (part of) the intervals to ``src`` first, where ``src`` only relays; empty where ``src`` holds
-    them in the old plan.
+    ``after``: moves that bring (part of) the intervals to ``src`` first, where ``src`` only relays; empty where
+    ``src`` holds them in the old plan.
     """
 
     src: int
@@ -30,7 +32,8 @@ class Move:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """What a transition costs and why it is safe. Bytes are exact; seconds are predictions from data-sheet rates and priors.
+    """What a transition costs and why it is safe. Bytes are exact; seconds are predictions from data-sheet rates and
+    priors.
 
     ``bound_*``: no transition to the same placement can do better; ``best_bound_*``: over all allowed placements.
     """

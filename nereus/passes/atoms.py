@@ -1,8 +1,9 @@
-"""Atoms: elements with one set of holders and one set of wanters, as (cell, start, stop) intervals grouped into classes.
+"""Atoms: elements with one set of holders and one set of wanters, as (cell, start, stop) intervals grouped into
+classes.
 
-Nothing here looks at single devices. A *group* is one (state set, coordinate, shard): all its ranks hold the same bytes. A
-class is a pair (old groups that hold, new groups that want); an 8B model with replicated state has a few dozen classes at
-any data-parallel degree, and state sharded over dp adds one class per overlapping pair of shards.
+Nothing here looks at single devices. A *group* is one (state set, coordinate, shard): all its ranks hold the same
+bytes. A class is a pair (old groups that hold, new groups that want); an 8B model with replicated state has a few
+dozen classes at any data-parallel degree, and state sharded over dp adds one class per overlapping pair of shards.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class AtomTable:
     cls: IntArray
     class_holders: tuple[tuple[int, ...], ...]  # old group numbers, lost ones too
     class_wanters: tuple[tuple[int, ...], ...]  # new group numbers
-    #: Intervals whose elements a place derives locally (bf16 weight from its own fp32 master): place -> interval numbers.
+    #: Intervals whose elements a place derives locally (bf16 weight from its own fp32 master): place -> interval
+    #: numbers.
     derived: dict[int, IntArray]
 
     @property
@@ -104,8 +106,8 @@ def model_geometry(old_sets: Sequence[StateSet], new_sets: Sequence[StateSet]) -
 def pieces_of(
     cells: Cells, state_set: StateSet, boxes: LocalBoxes, number: int, slot: str, device_index: IntArray, offset: int
 ) -> tuple[list[Group], Pieces]:
-    """Groups and pieces of one slot of one state set. ``device_index``: device number of each rank; ``offset``: added to a
-    device number to get its place (0 GPU, number of devices for host memory)."""
+    """Groups and pieces of one slot of one state set. ``device_index``: device number of each rank; ``offset``: added
+    to a device number to get its place (0 GPU, number of devices for host memory)."""
     layout = state_set.bound.layout
     rule = layout.shard_rule(slot)
     coord_of_rank, shard_of_rank = layout.coord_of_rank(), layout.shard_of_rank()
@@ -172,8 +174,8 @@ def refine(cells: Cells, *piece_lists: Pieces) -> Refinement:
     # A point at the end of a cell starts no interval: the next point belongs to another cell.
     starts = points[:-1]
     same_cell = starts // scale == points[1:] // scale
-    # Indices into `starts` keep the empty gaps, so that searchsorted positions stay intervals; gaps are dropped by callers
-    # because no piece covers them.
+    # Indices into `starts` keep the empty gaps, so that searchsorted positions stay intervals; gaps are dropped by
+    # callers because no piece covers them.
     cell = starts // scale
     return Refinement(
         cell=cell,

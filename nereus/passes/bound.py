@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from nereus.passes.diff import Diff
-from nereus.passes.route import Links
+from nereus.passes.links import Links
+
+FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,8 +23,8 @@ class Bounds:
 
 
 def bounds(diff: Diff, links: Links) -> Bounds:
-    """Every wanter that lacks bytes takes them in once; every node whose places all lack them takes them in once; what only one
-    place, or one node, holds leaves it at least once."""
+    """Every wanter that lacks bytes takes them in once; every node whose places all lack them takes them in once;
+    what only one place, or one node, holds leaves it at least once."""
     nodes = diff.topology.nodes
     gpu_in = np.zeros(links.num_devices)
     gpu_out = np.zeros(links.num_devices)
@@ -56,7 +60,7 @@ def bounds(diff: Diff, links: Links) -> Bounds:
                 source = holders[0]
                 gpu_out[source % links.num_devices] += num_bytes * links.pcie[links.node(source)]
     nic = np.array([node.nic_bytes_per_s for node in nodes])
-    candidates = [
+    candidates: list[tuple[str, FloatArray, Callable[[int], str]]] = [
         ("GPU intake", gpu_in, lambda i: str(diff.topology.devices[i])),
         ("GPU output", gpu_out, lambda i: str(diff.topology.devices[i])),
         ("NIC intake", nic_in / nic, lambda i: nodes[i].name),

@@ -17,14 +17,14 @@ from nereus.passes.memory import PHASES, MemoryPlan
 from nereus.passes.place import Placed
 from nereus.passes.route import Routed
 
-#: Decoding one token of a sequence, seconds: a prior for how long in-flight rollouts take to finish. An assumption (20-30 ms per
-#: token is usual for models of 7-30 B at moderate batch) until the monitor has measured it.
+#: Decoding one token of a sequence, seconds: a prior for how long in-flight rollouts take to finish. An assumption
+#: (20-30 ms per token is usual for models of 7-30 B at moderate batch) until the monitor has measured it.
 DECODE_TOKEN_S = 0.025
 
 
 def drain_s(plan: Plan, life: Lifecycle) -> float:
-    """Seconds until generation is quiet. At a synchronous boundary nothing is in flight; otherwise half a response is left on
-    average where an engine changes, unless in-flight rollouts are dropped or resumed."""
+    """Seconds until generation is quiet. At a synchronous boundary nothing is in flight; otherwise half a response is
+    left on average where an engine changes, unless in-flight rollouts are dropped or resumed."""
     if plan.workload.mode == "sync" or plan.workload.partial:  # partial rollouts stop anywhere and go on later
         return 0.0
     changed = {op.stage for op in life.ops if op.kind in ("engine-start", "retire")}

@@ -1,8 +1,8 @@
 """check: an independent verifier of a transition. It shares no code with route, schedule or tight.
 
-Per atom table it lays out, place by place, what is wanted, what is there already or derived, and what arrives, and sweeps once over
-the sorted borders. The DAG is checked by its numbering (every edge goes up), memory by a maximum-weight closure per space: the
-worst state that any timing can reach.
+Per atom table it lays out, place by place, what is wanted, what is there already or derived, and what arrives, and
+sweeps once over the sorted borders. The DAG is checked by its numbering (every edge goes up), memory by a
+maximum-weight closure per space: the worst state that any timing can reach.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def check_coverage(diff: Diff, schedule: Schedule) -> Finding:
                 return Finding(
                     name="every element once",
                     holds=False,
-                    evidence=f"{diff.topology.place_name(place)}: {table.model} {tensor} {table.slots[slot]}, cell {cell} "
-                    f"offset {at}: not delivered exactly once",
+                    evidence=f"{diff.topology.place_name(place)}: {table.model} {tensor} {table.slots[slot]}, "
+                    f"cell {cell} offset {at}: not delivered exactly once",
                 )
             total += int((wanted.stop - wanted.start).sum())
             if all(m.slots is None for m in moves):
@@ -149,7 +149,8 @@ def _sweep(
 
 
 def check_sources(diff: Diff, schedule: Schedule) -> Finding:
-    """Every move reads what its source holds in the old plan (on a living node) or what moves of earlier waves brought there."""
+    """Every move reads what its source holds in the old plan (on a living node) or what moves of earlier waves
+    brought there."""
     for number, table in enumerate(diff.tables):
         geometry = diff.geometries[diff.geometry_of[number]]
         num_cells, scale = geometry.cells.num_cells, int(geometry.cells.numel.max()) + 1
@@ -207,8 +208,8 @@ def _outside(rows: _Rows, held: _Rows, num_cells: int, scale: int) -> int | None
 
 
 def check_order(dag: Dag, schedule: Schedule) -> Finding:
-    """One total order: the numbering. Every edge goes up, so the earliest unfinished operation can always proceed; verify
-    follows move; windows hold; every move waits for nothing of its own or a later wave."""
+    """One total order: the numbering. Every edge goes up, so the earliest unfinished operation can always proceed;
+    verify follows move; windows hold; every move waits for nothing of its own or a later wave."""
     if len(dag.edges) and not bool((dag.edges[:, 0] < dag.edges[:, 1]).all()):
         return Finding(name="order", holds=False, evidence="an edge goes down: the order has a cycle")
     waves = dag.wave[dag.edges]
@@ -263,11 +264,12 @@ def check_bytes(diff: Diff, schedule: Schedule, bound_moved: int) -> Finding:
 
 
 def worst_memory(dag: Dag, space: int, base: int) -> int:
-    """Most bytes that ``space`` can hold on any timing: ``base`` + the maximum-weight closure of started acquires and unfinished
-    releases.
+    """Most bytes that ``space`` can hold on any timing: ``base`` + the maximum-weight closure of started acquires and
+    unfinished releases.
 
-    A state is a set of started and a set of finished operations: finished(p) is needed for started(o) along every edge, and
-    started(o) for finished(o). Started acquires add, finished releases subtract; the maximum is one minimum cut.
+    A state is a set of started and a set of finished operations: finished(p) is needed for started(o) along every
+    edge, and started(o) for finished(o). Started acquires add, finished releases subtract; the maximum is one minimum
+    cut.
     """
     acquires = np.flatnonzero((dag.space == space) & (dag.acquired > 0))
     releases = np.flatnonzero((dag.space == space) & (dag.released > 0))
@@ -295,7 +297,8 @@ def worst_memory(dag: Dag, space: int, base: int) -> int:
 
 
 def check_memory(dag: Dag, base: IntArray, capacity: IntArray, topology: Topology) -> tuple[Finding, IntArray]:
-    """Worst state per space on any timing. ``base``: bytes there when the transfer starts (state, processes, staging)."""
+    """Worst state per space on any timing. ``base``: bytes there when the transfer starts (state, processes,
+    staging)."""
     acquired = np.zeros_like(base)
     touched = dag.space >= 0
     np.add.at(acquired, dag.space[touched], dag.acquired[touched])

@@ -68,7 +68,8 @@ class Transition:
 
 
 def transition_digest(old: Plan, new: Plan, schedule: Schedule) -> str:
-    """SHA-256 over both placed plans (not their file names) and every move with its wave: equal programs, equal digest."""
+    """SHA-256 over both placed plans (not their file names) and every move with its wave: equal programs, equal
+    digest."""
     digest = hashlib.sha256()
     for plan in (old, new):
         digest.update(repr(replace(plan, path="")).encode())

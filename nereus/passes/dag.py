@@ -1,7 +1,7 @@
 """dag: every operation of a transition and the order that holds on any timing, columnar.
 
-An edge says that the later operation starts after the earlier one finished. A rank's ``post`` operations carry the waves: they
-follow each other, acquire the wave's storages, and every move of the wave follows its two ranks' posts.
+An edge says that the later operation starts after the earlier one finished. A rank's ``post`` operations carry the
+waves: they follow each other, acquire the wave's storages, and every move of the wave follows its two ranks' posts.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ QUIESCE, ENGINE_START, SPAWN, BUILD_GROUPS, POST, MOVE, VERIFY, RELEASE, COMMIT,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dag:
-    """``kind``, ``device`` (-1: all), ``wave`` (-1: none), ``acquired`` and ``released`` bytes per op, ``item`` (move or
-    life-cycle number); ``edges[:, 0]`` before ``edges[:, 1]``. Ops are numbered in one total order, so every edge goes up."""
+    """``kind``, ``device`` (-1: all), ``wave`` (-1: none), ``acquired`` and ``released`` bytes per op, ``item`` (move
+    or life-cycle number); ``edges[:, 0]`` before ``edges[:, 1]``. Ops are numbered in one total order, so every edge
+    goes up."""
 
     kind: IntArray
     device: IntArray
@@ -85,8 +86,8 @@ def build_dag(
     old_bytes: IntArray,
     storage_bytes: dict[StorageKey, tuple[int, int]],
 ) -> Dag:
-    """``new_bytes`` / ``old_bytes``: per space, all storages that come / go (reversible mode). ``storage_bytes``: (space,
-    bytes) of single storages (tight mode)."""
+    """``new_bytes`` / ``old_bytes``: per space, all storages that come / go (reversible mode). ``storage_bytes``:
+    (space, bytes) of single storages (tight mode)."""
     build = _Builder()
     num_devices = topology.num_devices
     quiesce = build.op(QUIESCE)

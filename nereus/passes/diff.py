@@ -185,8 +185,8 @@ def _split_by_derived(
     by_set: dict[tuple[int, ...], list[int]] = {}
     for interval, positions in deriving.items():
         by_set.setdefault(tuple(positions), []).append(interval)
-    for positions, region in by_set.items():
-        lacking = tuple(place for i, place in enumerate(places) if i not in positions)
+    for held, region in by_set.items():
+        lacking = tuple(place for i, place in enumerate(places) if i not in held)
         if lacking:
             yield lacking, np.array(sorted(region), dtype=np.int64)
 

@@ -1,7 +1,7 @@
 """emit: the program of one participant.
 
-Intervals become blocks: an interval of a cell is at most three rectangles (rest of a row, full rows, start of a row), the same on
-every side, so sender and receiver agree on shapes without talking. Only their offsets and strides differ.
+Intervals become blocks: an interval of a cell is at most three rectangles (rest of a row, full rows, start of a row),
+the same on every side, so sender and receiver agree on shapes without talking. Only their offsets and strides differ.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def emit_program(transition: Transition, device: int) -> Program:
 
 @dataclass(frozen=True, slots=True)
 class _Local:
-    """Storages of one state set on this device, by (slot, tensor): id, and the geometry that turns cells into offsets."""
+    """Storages of one state set on this device, by (slot, tensor): id, and the geometry that turns cells into
+    offsets."""
 
     shares: SetShares
     coord: int
@@ -86,7 +87,8 @@ class _Emitter:
             commit_release=tuple(commit),
         )
 
-    # -- storages -------------------------------------------------------------------------------------------------------
+    # -- storages
+    # -------------------------------------------------------------------------------------------------------
 
     def _allocate(self) -> None:
         storages = self.transition.storages
@@ -138,7 +140,8 @@ class _Emitter:
             one.ids[slot, tensor] = number
             one.start[slot, tensor] = int(share.start[tensor])
 
-    # -- blocks ---------------------------------------------------------------------------------------------------------
+    # -- blocks
+    # ---------------------------------------------------------------------------------------------------------
 
     def _blocks(self, local: _Local, slot: str, cells: Cells, region: Intervals) -> Blocks:
         """Blocks of ``region`` in this device's storages, in (cell, start) order."""
@@ -176,7 +179,8 @@ class _Emitter:
         member = np.array([group in groups for groups in classes], dtype=bool)
         return _select(table, np.flatnonzero(member[table.cls]))
 
-    # -- moves ----------------------------------------------------------------------------------------------------------
+    # -- moves
+    # ----------------------------------------------------------------------------------------------------------
 
     def _messages(self, sends: list[list[Message]], receives: list[list[Message]]) -> dict[tuple[str, str, int], int]:
         """One message per (peer, wave, direction). Returns the last wave in which each new storage receives."""
@@ -230,8 +234,8 @@ class _Emitter:
         cells: Cells,
         region: Intervals,
     ) -> list[Blocks]:
-        """Blocks of ``region`` from the first state set that has each part. Row order is the region's for every slot, whichever
-        set a row comes from, so that both ends of a message agree."""
+        """Blocks of ``region`` from the first state set that has each part. Row order is the region's for every slot,
+        whichever set a row comes from, so that both ends of a message agree."""
         result: list[Blocks] = []
         if len(candidates) == 1:
             return [self._blocks(candidates[0][0], slot, cells, region) for slot in slots]
@@ -249,7 +253,8 @@ class _Emitter:
                 result.append(self._blocks(local, slot, cells, one))
         return result
 
-    # -- local work -------------------------------------------------------------------------------------------------------
+    # -- local work
+    # -------------------------------------------------------------------------------------------------------
 
     def _places(self) -> tuple[int, int]:
         return self.device, self.device + self.transition.topology.num_devices
@@ -347,7 +352,8 @@ class _Emitter:
 
 
 def rectangles(cells: Cells, region: Intervals) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
-    """(row, col, num_rows, num_cols, cell) of the rectangles of each interval, in order; rows and columns are the tensor's."""
+    """(row, col, num_rows, num_cols, cell) of the rectangles of each interval, in order; rows and columns are the
+    tensor's."""
     width = cells.col_hi[region.cell] - cells.col_lo[region.cell]
     first_row, first_col = region.start // width, region.start % width
     last_row, last_col = region.stop // width, region.stop % width

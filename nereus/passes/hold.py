@@ -13,8 +13,9 @@ from nereus.models.tensors import logical_tensors
 def hold(plan: Plan) -> Holdings:
     """State sets of ``plan``: one for every stage that owns a copy.
 
-    A stage ``with`` another of the same model uses that one's tensors. A generation copy is older than its trainer at the end
-    of a synchronous step, so it is a cache; at an asynchronous boundary (a weight sync) it is at the trainer's version.
+    A stage ``with`` another of the same model uses that one's tensors. A generation copy is older than its trainer at
+    the end of a synchronous step, so it is a cache; at an asynchronous boundary (a weight sync) it is at the
+    trainer's version.
     """
     trained = {s.model for s in plan.stages if s.is_train}
     sets: list[StateSet] = []

@@ -33,7 +33,8 @@ def groups_s(num_ranks: int) -> float:
 
 
 def commit_s(num_participants: int) -> float:
-    """Verify what arrived last, vote, switch. An assumption: a few round trips that grow with log2 of the participants."""
+    """Verify what arrived last, vote, switch. An assumption: a few round trips that grow with log2 of the
+    participants."""
     return 0.5 + 0.1 * log2(max(num_participants, 1))
 
 

@@ -1,8 +1,9 @@
 """lower: the change of every model-stage as primitives, the explanation that people read.
 
-The paper's four cover DP x TP x PP: Split and Merge go through the largest layout that both sides split into, Extend copies a replica to
-devices outside, Destroy releases one. Reshape covers what they cannot say: same devices, other cp, ep, ZeRO, FSDP, pp_split, or
-degrees that do not divide. Execution never follows the chain: it would move 2-4 times the bytes; see ``diff`` and ``route``.
+The paper's four cover DP x TP x PP: Split and Merge go through the largest layout that both sides split into, Extend
+copies a replica to devices outside, Destroy releases one. Reshape covers what they cannot say: same devices, other
+cp, ep, ZeRO, FSDP, pp_split, or degrees that do not divide. Execution never follows the chain: it would move 2-4
+times the bytes; see ``diff`` and ``route``.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ def emus(stage: Stage) -> tuple[frozenset[Device], ...]:
 
 
 def common_layout(before: Stage, after: Stage) -> tuple[int, int] | None:
-    """Largest (tp, pp) that both sides split into: tp the smaller side's, pp the greatest common divisor; None where the degrees
-    do not divide."""
+    """Largest (tp, pp) that both sides split into: tp the smaller side's, pp the greatest common divisor; None where
+    the degrees do not divide."""
     tp, pp = gcd(before.tp, after.tp), gcd(before.pp, after.pp)
     if tp not in (before.tp, after.tp) or pp not in (before.pp, after.pp):
         return None

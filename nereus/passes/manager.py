@@ -1,4 +1,5 @@
-"""The pass manager: names, order, options as text, and hooks that print, verify or time; passes themselves do none of it."""
+"""The pass manager: names, order, options as text, and hooks that print, verify or time; passes themselves do none of
+it."""
 
 from __future__ import annotations
 
@@ -30,10 +31,10 @@ P = TypeVar("P")
 class Pipeline:
     """Options of every pass that has some. ``mode``: auto (reversible where it fits), reversible, tight."""
 
-    place: Place = Place()
-    route: Route = Route()
-    memory: Memory = Memory()
-    schedule: ListSchedule = ListSchedule()
+    place: Place = field(default_factory=Place)
+    route: Route = field(default_factory=Route)
+    memory: Memory = field(default_factory=Memory)
+    schedule: ListSchedule = field(default_factory=ListSchedule)
     mode: str = "auto"
 
     def __str__(self) -> str:
@@ -80,7 +81,7 @@ def _written(options: object) -> dict[str, object]:
     default = type(options)()
     return {
         f.name: getattr(options, f.name)
-        for f in fields(options)  # type: ignore[arg-type]
+        for f in fields(options)
         if getattr(options, f.name) != getattr(default, f.name)
     }
 
@@ -114,7 +115,7 @@ def _with_option(pipeline: Pipeline, name: str, word: str) -> Pipeline:
             raise ValueError(f"schedule: mode is auto, reversible or tight, not {value!r}")
         return replace(pipeline, mode=value)
     kind = PASSES[name]
-    known = [f.name for f in fields(getattr(pipeline, kind))] if kind else []  # type: ignore[arg-type]
+    known = [f.name for f in fields(getattr(pipeline, kind))] if kind else []
     if kind is None or key not in known:
         raise ValueError(f"{name} has no option {key!r}; it has {', '.join(known) or 'none'}")
     try:
@@ -124,7 +125,7 @@ def _with_option(pipeline: Pipeline, name: str, word: str) -> Pipeline:
     if number <= 0:
         raise ValueError(f"{name}: {key} must be positive")
     options = replace(getattr(pipeline, kind), **{key: number})
-    return replace(pipeline, **{kind: options})  # type: ignore[arg-type]
+    return replace(pipeline, **{kind: options})
 
 
 @dataclass(slots=True)

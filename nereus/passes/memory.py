@@ -1,8 +1,8 @@
 """memory: what every memory space holds through a transition, and which mode fits.
 
-*reversible*: the old plan stays whole until the commit, so a device holds before + all new storages at once. *tight*: old
-storages go as soon as their receivers verified them; a device holds at least max(before, after) and, while anything arrives, the
-largest arriving storage. Both add contexts, communicators, engines that start, and staging.
+*reversible*: the old plan stays whole until the commit, so a device holds before + all new storages at once. *tight*:
+old storages go as soon as their receivers verified them; a device holds at least max(before, after) and, while
+anything arrives, the largest arriving storage. Both add contexts, communicators, engines that start, and staging.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ PHASES = ("at the boundary", "at engine start", "during the transfer", "after th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateBytes:
-    """Per space (devices, then host memory of nodes): bytes of storages that stay, go and come, and the largest that comes."""
+    """Per space (devices, then host memory of nodes): bytes of storages that stay, go and come, and the largest that
+    comes."""
 
     kept: IntArray
     old: IntArray
@@ -65,7 +66,8 @@ class MemoryPlan:
 
     @property
     def reversible_peak(self) -> IntArray:
-        return np.maximum.reduce(list(self.reversible.values()))
+        peak: IntArray = np.maximum.reduce(list(self.reversible.values()))
+        return peak
 
     def worst(self, values: IntArray) -> int:
         """Space with the least room left (the fullest of equals)."""

@@ -6,23 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from nereus.ir.holdings import Holdings, StateSet, Topology
-from nereus.ir.layout import IntArray
+from nereus.ir.layout import BoolArray, IntArray
 from nereus.passes.atoms import AtomTable, build_atoms, model_geometry
 from nereus.passes.diff import slot_groups
-
-BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
     """Bytes that rank r of a new state set finds on device d (held or derived), and what it wants in all.
 
-    ``wanted[r] - saved[d, r]`` arrive in d's memory when r is put on d; state in host memory is not part of them: all processes of a
-    node share it, so it counts per node, by ``tables``. ``partly_derived[r]``: bytes that r derives of classes which it
-    otherwise must fetch (ZeRO-1: its own share of the weights).
+    ``wanted[r] - saved[d, r]`` arrive in d's memory when r is put on d; state in host memory is not part of them: all
+    processes of a node share it, so it counts per node, by ``tables``. ``partly_derived[r]``: bytes that r derives of
+    classes which it otherwise must fetch (ZeRO-1: its own share of the weights).
     """
 
     devices: tuple[int, ...]  # device number of each row

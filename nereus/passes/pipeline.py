@@ -12,7 +12,6 @@ from nereus.ir.schedule import Schedule
 from nereus.models.memory import check_memory
 from nereus.passes import check as verifier
 from nereus.passes import refusals
-from nereus.passes.bound import bounds
 from nereus.passes.certify import certify
 from nereus.passes.compiled import Transition, transition_digest
 from nereus.passes.dag import build_dag
@@ -67,7 +66,7 @@ def compile_transition(
         dag = build_dag(
             schedule, life, topology, memory.state.new, memory.state.old, _storage_bytes(schedule, storages, topology)
         )
-        bound = bounds(difference, routed.links)
+        bound = routed.bound
         memory_finding, worst = verifier.check_memory(dag, memory.tight_base, memory.capacity, topology)
         findings = (
             verifier.check_coverage(difference, schedule),

@@ -1,9 +1,10 @@
 """place: which device takes which coordinate of the new layout.
 
-Allowed: every assignment of a stage's coordinates to the devices in its ``on`` that keeps a tensor-parallel group inside one node
-wherever it can be. Groups choose nodes by min-cost flow, devices inside a node follow by linear assignment. Candidates are the
-listed order and the flows for bytes per device and bytes per node; the one with the least (predicted transfer + horizon x added
-step time), then the fewest bytes, wins, so the listed order is never beaten by something slower.
+Allowed: every assignment of a stage's coordinates to the devices in its ``on`` that keeps a tensor-parallel group
+inside one node wherever it can be. Groups choose nodes by min-cost flow, devices inside a node follow by linear
+assignment. Candidates are the listed order and the flows for bytes per device and bytes per node; the one with the
+least (predicted transfer + horizon x added step time), then the fewest bytes, wins, so the listed order is never
+beaten by something slower.
 """
 
 from __future__ import annotations

@@ -90,14 +90,16 @@ def lost_state(difference: Diff, plan: Plan) -> list[Diagnostic]:
             Diagnostic(
                 code="NRS5001",
                 severity=Severity.ERROR,
-                headline=f"{stage}: {format_bytes(num_bytes)} of {', '.join(slots)} had their only copy on {', '.join(nodes)}",
+                headline=f"{stage}: {format_bytes(num_bytes)} of {', '.join(slots)} "
+                f"had their only copy on {', '.join(nodes)}",
                 primary=_label(plan.find_stage(stage), "on"),
                 notes=(
                     f"sole copies were on {listed}, for example of {tensor}",
                     "no living GPU or host memory holds them, so no transition can bring them back",
                 ),
                 help=(
-                    f"Roll the whole job back to one version: the checkpoint in {checkpoint.path} (every {checkpoint.every} steps)."
+                    f"Roll the whole job back to one version: the checkpoint in {checkpoint.path} "
+                    f"(every {checkpoint.every} steps)."
                     if checkpoint is not None
                     else "Roll the whole job back to a checkpoint; name it in a checkpoint { path = ... } block."
                 ),
@@ -142,7 +144,8 @@ def setup_does_not_fit(memory: MemoryPlan, topology: Topology, plan: Plan) -> Di
     return Diagnostic(
         code="NRS5002",
         severity=Severity.ERROR,
-        headline=f"starting the new engines needs {format_bytes(need)} of {format_bytes(have)} on {_space(topology, space)}",
+        headline=f"starting the new engines needs {format_bytes(need)} of {format_bytes(have)} "
+        f"on {_space(topology, space)}",
         notes=_memory_notes(memory, space),
         help="Lower the new engine's kv_cache, or let training state leave the GPU first (idle = offload).",
         data=(("need_bytes", need), ("have_bytes", have), ("device", _space(topology, space))),
@@ -150,7 +153,7 @@ def setup_does_not_fit(memory: MemoryPlan, topology: Topology, plan: Plan) -> Di
 
 
 def stuck(witness: Stuck, memory: MemoryPlan, topology: Topology, plan: Plan) -> Diagnostic:
-    device, stage, slot, tensor = witness.storage
+    _device, stage, slot, tensor = witness.storage
     short = witness.need_bytes - witness.free_bytes
     return Diagnostic(
         code="NRS5002",
@@ -162,8 +165,8 @@ def stuck(witness: Stuck, memory: MemoryPlan, topology: Topology, plan: Plan) ->
             f"{format_bytes(witness.free_bytes)} are free, and nothing there can leave before something else arrives",
             *_memory_notes(memory, witness.space),
         ),
-        help=f"Free {format_bytes(short)} on {_space(topology, witness.space)} during the change: idle = offload for a stage "
-        "there, or a smaller window (--pass-pipeline).",
+        help=f"Free {format_bytes(short)} on {_space(topology, witness.space)} during the change: "
+        "idle = offload for a stage there, or a smaller window (--pass-pipeline).",
         data=(
             ("need_bytes", witness.need_bytes),
             ("have_bytes", witness.free_bytes),

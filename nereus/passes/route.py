@@ -1,24 +1,22 @@
 """route: which place sends what to whom.
 
-Node first: a node that lacks bytes takes each of them in once, in one stripe per wanter, and exchanges the stripes inside.
-Sources are the least loaded holders; a node that receives a piece in this transition is a source for the next one (pipelined by
-pieces), which pays where few nodes hold what many want. All moves of one demand together carry each of its bytes to each
-wanter once, so moved bytes equal the bound for the placement.
+Node first: a node that lacks bytes takes each of them in once, in one stripe per wanter, and exchanges the stripes
+inside. Sources are the least loaded holders; a node that receives a piece in this transition is a source for the next
+one (pipelined by pieces), which pays where few nodes hold what many want. All moves of one demand together carry each
+of its bytes to each wanter once, so moved bytes equal the bound for the placement.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from nereus.ir.holdings import Topology
-from nereus.ir.intervals import Intervals
-from nereus.ir.transition import HOST, INTER, INTRA, LOCAL, Move
+from nereus.ir.intervals import Intervals, union
+from nereus.ir.layout import BoolArray, IntArray
+from nereus.ir.transition import INTER, LOCAL, Move
 from nereus.ir.units import MIB
+from nereus.passes.bound import Bounds, bounds
 from nereus.passes.diff import Demand, Diff
-
-#: Fixed cost of one message between two GPUs, seconds (published two-rank fits: 40-76 us, cost_formulas section 6).
-MESSAGE_S = 50e-6
-
+from nereus.passes.links import MESSAGE_S, Links
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ports:
@@ -34,55 +32,18 @@ class Ports:
         return max((max(p, default=0.0) for p in (self.gpu_out, self.gpu_in, self.nic_out, self.nic_in)), default=0.0)
 
 
-class Links:
-    """Rates and link classes between places, looked up once per node."""
-
-    def __init__(self, topology: Topology) -> None:
-        self.num_devices = topology.num_devices
-        self.node_of: list[int] = topology.node_of.tolist()
-        gpus = [node.gpu for node in topology.nodes]
-        self.intra = [1.0 / min(gpu.intra_bytes_per_s, gpu.intra_peer_bytes_per_s) for gpu in gpus]
-        self.pcie = [1.0 / gpu.pcie_bytes_per_s for gpu in gpus]
-        self.nic = [1.0 / node.nic_bytes_per_s for node in topology.nodes]
-
-    def node(self, place: int) -> int:
-        return self.node_of[place % self.num_devices]
-
-    def link(self, src: int, dst: int) -> str:
-        if src == dst:
-            return LOCAL
-        same_node = self.node(src) == self.node(dst)
-        src_host, dst_host = src >= self.num_devices, dst >= self.num_devices
-        if same_node and src_host and dst_host:
-            return LOCAL
-        if src % self.num_devices == dst % self.num_devices:
-            return HOST
-        return INTRA if same_node else INTER
-
-    def port_seconds(self, src: int, dst: int, num_bytes: int) -> tuple[float, float, float]:
-        """(source device port, destination device port, both NIC ports) for ``num_bytes`` from ``src`` to ``dst``."""
-        src_node, dst_node = self.node(src), self.node(dst)
-        kind = self.link(src, dst)
-        if kind == LOCAL:
-            return 0.0, 0.0, 0.0
-        through_host = src >= self.num_devices or dst >= self.num_devices
-        if kind == INTER:
-            nic = max(self.nic[src_node], self.nic[dst_node])
-            return num_bytes * self.pcie[src_node], num_bytes * self.pcie[dst_node], num_bytes * nic
-        rate = self.pcie[src_node] if through_host else self.intra[src_node]
-        return num_bytes * rate, num_bytes * rate, 0.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routed:
     moves: tuple[Move, ...]
     ports: Ports
     links: Links
+    bound: Bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """Options: the largest piece that travels as one move; stripes smaller than ``min_stripe_bytes`` are not cut further."""
+    """Options: the largest piece that travels as one move; stripes smaller than ``min_stripe_bytes`` are not cut
+    further."""
 
     piece_bytes: int = 256 * MIB
     min_stripe_bytes: int = 1 * MIB
@@ -108,6 +69,7 @@ class _Router:
         self.options = options
         self.diff = diff
         self.links = Links(diff.topology)
+        self.bound = bounds(diff, self.links)
         devices, nodes = diff.topology.num_devices, len(diff.topology.nodes)
         self.ports = Ports(gpu_out=[0.0] * devices, gpu_in=[0.0] * devices, nic_out=[0.0] * nodes, nic_in=[0.0] * nodes)
         self.moves: list[Move] = []
@@ -121,17 +83,18 @@ class _Router:
     def run(self) -> Routed:
         tables = self.diff.tables
         self.regions = [Intervals(t.cell, t.start, t.stop) for t in tables]
-        # Demands with least choice first, among equals the large ones: what can go either way then fills the other ports.
+        # Demands with least choice first, among equals the large ones: what can go either way then fills the other
+        # ports.
         for demand in sorted(
             self.diff.demands,
             key=lambda d: (min(len(self._holders(d)), 2), -d.num_bytes, d.table, d.cls, d.node, d.wanters),
         ):
             self._route(demand)
-        return Routed(moves=tuple(self.moves), ports=self.ports, links=self.links)
+        return Routed(moves=tuple(self.moves), ports=self.ports, links=self.links, bound=self.bound)
 
-    def _region(self, table: int, intervals: object) -> Intervals:
+    def _region(self, table: int, intervals: IntArray | BoolArray) -> Intervals:
         whole = self.regions[table]
-        return Intervals(whole.cell[intervals], whole.start[intervals], whole.stop[intervals])  # type: ignore[index]
+        return Intervals(whole.cell[intervals], whole.start[intervals], whole.stop[intervals])
 
     def _pieces(self, demand: Demand) -> list[tuple[int, Intervals]]:
         """Cut at fixed places of the class, so that what one node takes in is what the next one wants."""
@@ -170,19 +133,27 @@ class _Router:
         return self.holders_by_node[key]
 
     def _route(self, demand: Demand) -> None:
-        """Wanters in one host memory are one: the first takes the bytes in, the others copy them."""
-        first, *others = demand.wanters
-        if not others or self.links.link(first, others[0]) != LOCAL:
-            for number, piece in self._pieces(demand):
+        """Wanters in one host memory are one: they take the pieces in turns and copy the others' from each other."""
+        wanters = demand.wanters
+        pieces = self._pieces(demand)
+        if len(wanters) == 1 or self.links.link(wanters[0], wanters[1]) != LOCAL:
+            for number, piece in pieces:
                 self._route_piece(demand, number, piece)
             return
-        start = len(self.moves)
-        for number, piece in self._pieces(demand):
-            self._route_piece(replace(demand, wanters=(first,)), number, piece)
-        arrived = tuple(i for i in range(start, len(self.moves)) if self.moves[i].dst == first)
-        region = self._region(demand.table, demand.intervals)
-        for other in others:
-            self._add(first, other, demand.table, region, arrived)
+        taken: list[list[Intervals]] = [[] for _ in wanters]
+        arrived: list[list[int]] = [[] for _ in wanters]
+        for turn, (number, piece) in enumerate(pieces):
+            at = turn % len(wanters)
+            start = len(self.moves)
+            self._route_piece(replace(demand, wanters=(wanters[at],)), number, piece)
+            taken[at].append(piece)
+            arrived[at] += range(start, len(self.moves))
+        for at, source in enumerate(wanters):
+            if taken[at]:
+                region = union(taken[at])
+                for other in wanters:
+                    if other != source:
+                        self._add(source, other, demand.table, region, tuple(arrived[at]))
 
     def _route_piece(self, demand: Demand, number: int, piece: Intervals) -> None:
         holders = self._holders(demand)
@@ -196,7 +167,8 @@ class _Router:
             stripes = [piece]
         else:
             stripes = self._stripes(piece, count)
-        # Rotate who takes the first stripe: it may be a byte larger, and single stripes should not pile up on one wanter.
+        # Rotate who takes the first stripe: it may be a byte larger, and single stripes should not pile up on one
+        # wanter.
         first = min(range(count), key=lambda i: (self._in_load(demand.wanters[i]), i)) if len(stripes) == 1 else 0
         taken: list[_Delivery] = []
         for index, stripe in enumerate(stripes):
@@ -218,8 +190,8 @@ class _Router:
         holder_node = min(holders, key=lambda n: (self.ports.nic_out[n], (n - demand.node) % len(self.ports.nic_out)))
         relays = self.relays.get((demand.table, demand.cls, number), {})
         hop_s = MESSAGE_S + stripe.numel * element_bytes * self.links.nic[demand.node]
-        # A relay pays only where the holders' NICs are busier than the receiver's own intake.
-        if relays and self.ports.nic_out[holder_node] > self.ports.nic_in[demand.node] + hop_s:
+        # Nothing ends before the bound, so a holder's NIC may be busy until then; beyond it a relay takes over.
+        if relays and self.ports.nic_out[holder_node] + hop_s > self.bound.transfer_s:
             candidates = [
                 (self.ports.nic_out[node] + hop_s * (1 + parts[0].depth), node)
                 for node, parts in relays.items()

@@ -1,19 +1,20 @@
 """schedule: moves into waves, and the predicted time of the transfer.
 
-List scheduling: in routed order (large first) a move takes the first wave after the moves it relays where both of its devices have
-room in their windows. The time comes from the same order on the ports: a move starts when its ports and both ranks' earlier
-waves are done.
+List scheduling: in routed order (large first) a move takes the first wave after the moves it relays where both of its
+devices have room in their windows. The time comes from the same order on the ports: a move starts when its ports and
+both ranks' earlier waves are done.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nereus.ir.schedule import Schedule
 from nereus.ir.transition import INTER, LOCAL, Move
 from nereus.ir.units import MIB
-from nereus.passes.route import MESSAGE_S, Links, Routed
+from nereus.passes.links import MESSAGE_S, Links
+from nereus.passes.route import Routed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,17 +26,38 @@ class ListSchedule:
     name = "schedule"
 
     def apply(self, routed: Routed) -> Schedule:
-        wave = assign_waves(routed.moves, self.window_bytes, routed.links.num_devices)
+        """The better of two orders: as routed, and longest relay chain first."""
+        best: tuple[float, list[Move], list[int]] | None = None
+        for moves in (list(routed.moves), longest_chain_first(routed.moves)):
+            wave = assign_waves(moves, self.window_bytes, routed.links.num_devices)
+            seconds = transfer_seconds(moves, wave, routed.links)
+            if best is None or seconds < best[0]:
+                best = (seconds, moves, wave)
+            if not any(move.after for move in moves):
+                break  # without relays both orders are one
+        assert best is not None
+        seconds, moves, wave = best
         return Schedule(
             mode="reversible",
-            moves=routed.moves,
+            moves=tuple(moves),
             wave=tuple(wave),
             num_waves=max(wave, default=-1) + 1,
             window_bytes=self.window_bytes,
             acquire={},
             release={},
-            transfer_s=transfer_seconds(routed.moves, wave, routed.links),
+            transfer_s=seconds,
         )
+
+
+def longest_chain_first(moves: Sequence[Move]) -> list[Move]:
+    """Moves that others relay come before those that none waits for; ``after`` is renumbered."""
+    height = [0] * len(moves)
+    for number in range(len(moves) - 1, -1, -1):
+        for before in moves[number].after:
+            height[before] = max(height[before], height[number] + 1)
+    order = sorted(range(len(moves)), key=lambda i: (-height[i], i))
+    position = {number: at for at, number in enumerate(order)}
+    return [replace(moves[i], after=tuple(position[a] for a in moves[i].after)) for i in order]
 
 
 def assign_waves(moves: Sequence[Move], window_bytes: int, num_devices: int) -> list[int]:
@@ -67,8 +89,9 @@ def assign_waves(moves: Sequence[Move], window_bytes: int, num_devices: int) -> 
 def transfer_seconds(moves: Sequence[Move], wave: Sequence[int], links: Links) -> float:
     """Predicted seconds from the first byte to the last.
 
-    Moves of one wave are posted together and share ports as fluids: a port is done with a wave when it has carried the wave's
-    bytes, starting when the first of the ranks involved is ready. A rank starts a wave when its part of the one before is done.
+    Moves of one wave are posted together and share ports as fluids: a port is done with a wave when it has carried
+    the wave's bytes, starting when the first of the ranks involved is ready. A rank starts a wave when its part of
+    the one before is done.
     """
     ports = _PortClock(links)
     ready = [0.0] * links.num_devices

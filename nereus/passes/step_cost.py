@@ -1,7 +1,9 @@
-"""What a placement costs every later RL step: traffic that it sends over node boundaries, as seconds on the busiest NIC.
+"""What a placement costs every later RL step: traffic that it sends over node boundaries, as seconds on the busiest
+NIC.
 
-Until the planner gives measured costs: a pipeline edge between nodes carries 2 x s x b x h bytes per micro-batch and direction, a
-data-parallel ring that visits several nodes 2 (d - 1) / d x 4 B x local parameters per optimizer update (cost_formulas section 6).
+Until the planner gives measured costs: a pipeline edge between nodes carries 2 x s x b x h bytes per micro-batch and
+direction, a data-parallel ring that visits several nodes 2 (d - 1) / d x 4 B x local parameters per optimizer update
+(cost_formulas section 6).
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from nereus.ir.plan import Plan, Stage
 def node_traffic_s(
     plan: Plan, stage: Stage, layout: Layout, node_of_rank: IntArray, num_params: int, topology: Topology
 ) -> float:
-    """Seconds per RL step that the busiest NIC spends on ``stage``'s crossing pipeline edges and data-parallel rings."""
+    """Seconds per RL step that the busiest NIC spends on ``stage``'s crossing pipeline edges and data-parallel
+    rings."""
     out_bytes = np.zeros(len(topology.nodes))
     coords = layout.coordinates()
     workload = plan.workload

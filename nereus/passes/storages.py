@@ -1,7 +1,8 @@
 """Storages: what every device allocates for each state set, and which allocations a transition leaves alone.
 
-Adapters of dense frameworks allocate per tensor and slot (Megatron's distributed optimizer too: every parameter's shard is a tensor
-of its own), so a storage is (device, state set, slot, tensor). Shares are computed once per (state set, coordinate, shard).
+Adapters of dense frameworks allocate per tensor and slot (Megatron's distributed optimizer too: every parameter's
+shard is a tensor of its own), so a storage is (device, state set, slot, tensor). Shares are computed once per (state
+set, coordinate, shard).
 """
 
 from __future__ import annotations
@@ -11,20 +12,17 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from nereus.ir.cells import LocalBoxes, local_boxes, shard_ranges
 from nereus.ir.holdings import Holdings, StateSet, Topology
-from nereus.ir.layout import SHARD_NONE, IntArray
+from nereus.ir.layout import SHARD_NONE, BoolArray, IntArray
 from nereus.ir.plan import Slot
-
-
-BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One rank's part of one slot: range ``start..stop`` of the local box of every tensor (empty where it holds none)."""
+    """One rank's part of one slot: range ``start..stop`` of the local box of every tensor (empty where it holds
+    none)."""
 
     start: IntArray
     stop: IntArray

@@ -1,13 +1,14 @@
 """tight: a schedule for full GPUs. Old storages go as soon as everything read from them was verified.
 
-Units are single storages. In every wave the units that fit (memory of their space, windows of their devices) are acquired and
-filled, then every old storage whose readers are all verified is released. With a spare of the largest storage beyond max(before,
-after) this never sticks (algorithms: shift the chain to a device with room, or rotate the cycle through the spares); with
-less it refuses and names the space that is full.
+Units are single storages. In every wave the units that fit (memory of their space, windows of their devices) are
+acquired and filled, then every old storage whose readers are all verified is released. With a spare of the largest
+storage beyond max(before, after) this never sticks (algorithms: shift the chain to a device with room, or rotate the
+cycle through the spares); with less it refuses and names the space that is full.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,7 +26,8 @@ from nereus.passes.storages import StorageMap
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stuck:
-    """The witness of a refusal: ``space`` must take ``need_bytes`` next and has ``free_bytes``, and nothing can leave it first."""
+    """The witness of a refusal: ``space`` must take ``need_bytes`` next and has ``free_bytes``, and nothing can leave
+    it first."""
 
     space: int
     need_bytes: int
@@ -57,7 +59,7 @@ def split_by_storage(routed: Routed, diff: Diff) -> list[Move]:
         bounds = [0, *edges.tolist(), len(tensor)]
         mine: dict[tuple[int, int], int] = {}
         for slot, slot_bytes in enumerate(table.slot_bytes):
-            for first, last in zip(bounds, bounds[1:], strict=False):
+            for first, last in itertools.pairwise(bounds):
                 part = Intervals(
                     move.intervals.cell[first:last], move.intervals.start[first:last], move.intervals.stop[first:last]
                 )
@@ -198,7 +200,8 @@ class _Window:
         self.received: dict[int, int] = {}
 
     def open(self, unit: _Unit) -> bool:
-        """Whether some move of ``unit`` fits (or it has none): no storage is acquired before anything can arrive in it."""
+        """Whether some move of ``unit`` fits (or it has none): no storage is acquired before anything can arrive in
+        it."""
         return not unit.moves or any(self._fits(number) for number in unit.moves)
 
     def post(self, unit: _Unit) -> bool:
