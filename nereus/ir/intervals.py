@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,10 +17,13 @@ class Intervals:
     cell: IntArray
     start: IntArray
     stop: IntArray
+    _numel: list[int] = field(default_factory=list, init=False, repr=False)  # computed once, when first asked for
 
     @property
     def numel(self) -> int:
-        return int((self.stop - self.start).sum())
+        if not self._numel:
+            self._numel.append(int((self.stop - self.start).sum()))
+        return self._numel[0]
 
     def __len__(self) -> int:
         return len(self.cell)

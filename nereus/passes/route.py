@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from nereus.ir.intervals import Intervals, union
 from nereus.ir.layout import BoolArray, IntArray
 from nereus.ir.transition import INTER, LOCAL, Move
@@ -17,6 +19,7 @@ from nereus.ir.units import MIB
 from nereus.passes.bound import Bounds, bounds
 from nereus.passes.diff import Demand, Diff
 from nereus.passes.links import MESSAGE_S, Links
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ports:
@@ -64,6 +67,17 @@ class _Delivery:
     depth: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _ClassPieces:
+    """A class cut into pieces: its interval numbers, where each begins in the class's element order (and the total),
+    the cut positions, and the pieces."""
+
+    numbers: IntArray
+    begins: IntArray
+    cuts: IntArray
+    pieces: list[Intervals]
+
+
 class _Router:
     def __init__(self, options: Route, diff: Diff) -> None:
         self.options = options
@@ -76,7 +90,7 @@ class _Router:
         # (table, class, piece) -> node -> what it took in
         self.relays: dict[tuple[int, int, int], dict[int, list[_Delivery]]] = {}
         self.holders_by_node: dict[tuple[int, int], dict[int, list[int]]] = {}
-        self.class_pieces: dict[tuple[int, int], list[Intervals]] = {}
+        self.class_pieces: dict[tuple[int, int], _ClassPieces] = {}
         # The piece is kept beside its stripes: an id names it only while it lives.
         self.stripes: dict[tuple[int, int], tuple[Intervals, list[Intervals]]] = {}
 
@@ -97,22 +111,38 @@ class _Router:
         return Intervals(whole.cell[intervals], whole.start[intervals], whole.stop[intervals])
 
     def _pieces(self, demand: Demand) -> list[tuple[int, Intervals]]:
-        """Cut at fixed places of the class, so that what one node takes in is what the next one wants."""
-        element_bytes = self.diff.tables[demand.table].element_bytes
-        region = self._region(demand.table, demand.intervals)
+        """Cut at fixed places of the class, so that what one node takes in is what the next one wants; (number, piece).
+
+        A demand is the whole class or lacks a little that its wanters derive: pieces it has in full are the class's own.
+        """
         if demand.num_bytes <= self.options.piece_bytes:
-            return [(-1, region)]
+            return [(-1, self._region(demand.table, demand.intervals))]
+        whole = self._class_pieces(demand)
+        if len(demand.intervals) == len(whole.numbers):
+            return list(enumerate(whole.pieces))
+        absent = np.flatnonzero(~np.isin(whole.numbers, demand.intervals, assume_unique=True))
+        first = np.searchsorted(whole.cuts, whole.begins[absent], side="right")
+        last = np.searchsorted(whole.cuts, whole.begins[absent + 1], side="left")
+        touched = {number for a, b in zip(first.tolist(), last.tolist(), strict=True) for number in range(a, b + 1)}
+        missing = self._region(demand.table, whole.numbers[absent])
+        result: list[tuple[int, Intervals]] = []
+        for number, piece in enumerate(whole.pieces):
+            part = piece.subtract(missing) if number in touched else piece
+            if len(part):
+                result.append((number, part))
+        return result
+
+    def _class_pieces(self, demand: Demand) -> _ClassPieces:
         key = (demand.table, demand.cls)
         if key not in self.class_pieces:
             table = self.diff.tables[demand.table]
-            whole = self._region(demand.table, table.cls == demand.cls)
-            count = -(-whole.numel * element_bytes // self.options.piece_bytes)
-            self.class_pieces[key] = whole.split(count)
-        pieces = self.class_pieces[key]
-        if region.numel == sum(p.numel for p in pieces):
-            return list(enumerate(pieces))
-        cut = ((number, piece.intersect(region)) for number, piece in enumerate(pieces))
-        return [(number, piece) for number, piece in cut if len(piece)]
+            numbers = np.flatnonzero(table.cls == demand.cls)
+            whole = self._region(demand.table, numbers)
+            count = -(-whole.numel * table.element_bytes // self.options.piece_bytes)
+            cuts = np.array([whole.numel * i // count for i in range(1, count)], dtype=np.int64)
+            begins = np.concatenate(([0], np.cumsum(whole.stop - whole.start)))
+            self.class_pieces[key] = _ClassPieces(numbers, begins, cuts, whole.cut_at(cuts.tolist()))
+        return self.class_pieces[key]
 
     def _stripes(self, piece: Intervals, count: int) -> list[Intervals]:
         """Cut once per piece, so that stripes of several nodes are the same objects and relays match at a glance."""
@@ -187,7 +217,7 @@ class _Router:
         element_bytes = self.diff.tables[demand.table].element_bytes
         result: list[_Delivery] = []
         rest = stripe
-        holder_node = min(holders, key=lambda n: (self.ports.nic_out[n], (n - demand.node) % len(self.ports.nic_out)))
+        holder_node = min(holders, key=self.ports.nic_out.__getitem__)
         relays = self.relays.get((demand.table, demand.cls, number), {})
         hop_s = MESSAGE_S + stripe.numel * element_bytes * self.links.nic[demand.node]
         # Nothing ends before the bound, so a holder's NIC may be busy until then; beyond it a relay takes over.

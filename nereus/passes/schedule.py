@@ -8,7 +8,7 @@ both ranks' earlier waves are done.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from nereus.ir.schedule import Schedule
 from nereus.ir.transition import INTER, LOCAL, Move
@@ -57,7 +57,10 @@ def longest_chain_first(moves: Sequence[Move]) -> list[Move]:
             height[before] = max(height[before], height[number] + 1)
     order = sorted(range(len(moves)), key=lambda i: (-height[i], i))
     position = {number: at for at, number in enumerate(order)}
-    return [replace(moves[i], after=tuple(position[a] for a in moves[i].after)) for i in order]
+    return [
+        Move(m.src, m.dst, m.table, m.intervals, m.num_bytes, m.link, tuple(position[a] for a in m.after), m.slots)
+        for m in map(moves.__getitem__, order)
+    ]
 
 
 def assign_waves(moves: Sequence[Move], window_bytes: int, num_devices: int) -> list[int]:
@@ -93,52 +96,39 @@ def transfer_seconds(moves: Sequence[Move], wave: Sequence[int], links: Links) -
     the wave's bytes, starting when the first of the ranks involved is ready. A rank starts a wave when its part of
     the one before is done.
     """
-    ports = _PortClock(links)
-    ready = [0.0] * links.num_devices
+    num_devices = links.num_devices
+    costs = [_port_costs(move, links) for move in moves]
+    ready = [0.0] * num_devices
+    done: dict[int, float] = {}  # port -> when it has carried everything so far
     by_wave: list[list[int]] = [[] for _ in range(max(wave, default=-1) + 1)]
     for number, at in enumerate(wave):
         by_wave[at].append(number)
     for numbers in by_wave:
-        ports.open_wave()
+        start: dict[int, float] = {}
+        busy: dict[int, float] = {}
         for number in numbers:
             move = moves[number]
-            start = max(ready[move.src % links.num_devices], ready[move.dst % links.num_devices])
-            ports.load(move, start)
+            begin = max(ready[move.src % num_devices], ready[move.dst % num_devices])
+            for port, seconds in costs[number]:
+                start[port] = min(start.get(port, begin), begin)
+                busy[port] = busy.get(port, 0.0) + seconds
+        for port, begin in start.items():
+            done[port] = max(done.get(port, 0.0), begin) + busy[port]
         for number in numbers:
             move = moves[number]
-            end = ports.finish(move) + MESSAGE_S
-            for rank in (move.src % links.num_devices, move.dst % links.num_devices):
-                ready[rank] = max(ready[rank], end)
+            end = max([done[port] for port, _ in costs[number]]) + MESSAGE_S
+            for rank in (move.src % num_devices, move.dst % num_devices):
+                if end > ready[rank]:
+                    ready[rank] = end
     return max(ready, default=0.0)
 
 
-class _PortClock:
-    """When each port has carried what was loaded on it so far."""
-
-    def __init__(self, links: Links) -> None:
-        self.links = links
-        self.done: dict[tuple[str, int], float] = {}
-        self.start: dict[tuple[str, int], float] = {}
-        self.busy: dict[tuple[str, int], float] = {}
-
-    def open_wave(self) -> None:
-        for port, start in self.start.items():
-            self.done[port] = max(self.done.get(port, 0.0), start) + self.busy[port]
-        self.start, self.busy = {}, {}
-
-    def _ports(self, move: Move) -> tuple[tuple[tuple[str, int], float], ...]:
-        num_devices = self.links.num_devices
-        out_s, in_s, nic_s = self.links.port_seconds(move.src, move.dst, move.num_bytes)
-        device_ports = ((("out", move.src % num_devices), out_s), (("in", move.dst % num_devices), in_s))
-        if move.link != INTER:
-            return device_ports
-        nodes = (self.links.node(move.src), self.links.node(move.dst))
-        return (*device_ports, (("nic-out", nodes[0]), nic_s), (("nic-in", nodes[1]), nic_s))
-
-    def load(self, move: Move, start: float) -> None:
-        for port, seconds in self._ports(move):
-            self.start[port] = min(self.start.get(port, start), start)
-            self.busy[port] = self.busy.get(port, 0.0) + seconds
-
-    def finish(self, move: Move) -> float:
-        return max(max(self.done.get(port, 0.0), self.start[port]) + self.busy[port] for port, _ in self._ports(move))
+def _port_costs(move: Move, links: Links) -> tuple[tuple[int, float], ...]:
+    """(port, seconds) of a move; ports are numbered: devices out, devices in, NICs out, NICs in."""
+    num_devices, num_nodes = links.num_devices, len(links.nic)
+    out_s, in_s, nic_s = links.port_seconds(move.src, move.dst, move.num_bytes)
+    sides = ((move.src % num_devices, out_s), (num_devices + move.dst % num_devices, in_s))
+    if move.link != INTER:
+        return sides
+    first = 2 * num_devices
+    return (*sides, (first + links.node(move.src), nic_s), (first + num_nodes + links.node(move.dst), nic_s))
