@@ -1,0 +1,329 @@
+"""Execute the programs of this process's devices: the wave semantics of ``nereus.ir.program`` on real tensors.
+
+Before the first byte all processes agree on the digest and every program is checked against the state at hand. In
+reversible mode nothing old is written or released before all have verified all; any failure drops the new storages and
+leaves the old state as it was. In tight mode each wave ends with an agreement, and only then releases.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nereus.ir.cluster import Device
+from nereus.ir.program import LocalCopy, Program, StorageSpec, Wave
+from nereus.ir.units import DTYPE_BYTES
+from nereus.kernels.checksum import checksum, tensor_key
+from nereus.kernels.pack import Packing, copy_blocks, in_place_bytes, pack, packing, unpack
+from nereus.runtime.account import Account, ExecutionReport, Progress, Stopwatch
+from nereus.runtime.faults import DAMAGED_MESSAGE, DIFFERENT_DIGEST, WRONG_STATE, Fault, first_line
+from nereus.runtime.state import Allocate, DeviceState, allocate, key_of, same_place
+from nereus.runtime.transports.base import Parcel, Transport
+from nereus.runtime.validate import validate
+
+TIGHT = "tight"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorOptions:
+    """``deadline_s``: longest wait for anything that others do. ``on_wave`` is called before each wave's work."""
+
+    deadline_s: float = 60.0
+    allocate: Allocate = allocate
+    progress: Callable[[Progress], None] | None = None
+    on_wave: Callable[[int], None] | None = None
+
+
+class ExecutionFailed(Exception):
+    """``old_whole``: the old plan's tensors are all still there and untouched."""
+
+    def __init__(self, fault: Fault, *, old_whole: bool) -> None:
+        super().__init__(str(fault))
+        self.fault = fault
+        self.old_whole = old_whole
+
+
+@dataclass(slots=True)
+class _Participant:
+    """One device at work. Arrays are by storage number."""
+
+    program: Program
+    state: DeviceState
+    widths: npt.NDArray[np.int64]
+    keys: npt.NDArray[np.uint64]
+    data: dict[int, torch.Tensor] = field(default_factory=dict)
+    account: Account = field(default_factory=Account)
+
+    @property
+    def device(self) -> Device:
+        return self.program.device
+
+    def spec(self, number: int) -> StorageSpec:
+        return self.program.storages[number]
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A posted message. ``staging``: bytes that it takes beside the storages."""
+
+    owner: _Participant
+    peer: Device
+    what: Packing
+    parcel: Parcel
+    staging: int
+
+
+def execute(
+    programs: Mapping[Device, Program],
+    states: Mapping[Device, DeviceState],
+    transport: Transport,
+    options: ExecutorOptions | None = None,
+) -> ExecutionReport:
+    """Bring ``states`` (of this process's devices) from the old plan to the new one.
+
+    Raises ExecutionFailed. Devices without a state yet get an empty one by the caller.
+    """
+    return _Executor(programs, states, transport, options or ExecutorOptions()).run()
+
+
+class _Executor:
+    def __init__(
+        self,
+        programs: Mapping[Device, Program],
+        states: Mapping[Device, DeviceState],
+        transport: Transport,
+        options: ExecutorOptions,
+    ) -> None:
+        self.transport = transport
+        self.options = options
+        self.participants = [_participant(programs[device], states[device]) for device in sorted(programs)]
+        self.clock = Stopwatch()
+        self.sent = self.copied = self.num_messages = 0
+        self.received: dict[int, int] = {}
+        self.released = False
+        self.now = f"process {transport.process}"  # what a failure is blamed on
+
+    def run(self) -> ExecutionReport:
+        begin = time.monotonic()
+        failure: ExecutionFailed | None = None
+        try:
+            self._prepare()
+            num_waves = max((len(p.program.waves) for p in self.participants), default=0)
+            for wave in range(num_waves):
+                self._wave(wave)
+                if self.options.progress is not None:
+                    self.options.progress(Progress(wave=wave + 1, num_waves=num_waves, received_bytes=self._arrived()))
+            self._timed("commit", lambda: self.transport.decide(self.options.deadline_s))
+        except Exception as error:
+            failure = self._abort(error)
+        if failure is not None:  # outside the handler: the first error's frames hold tensors that are to go
+            raise failure
+        self._commit()
+        try:
+            self.transport.close(self.options.deadline_s)
+        except Exception as error:  # the decision stands; only the farewell failed
+            self.clock.add(f"close failed: {first_line(error)}", 0.0)
+        return ExecutionReport(
+            seconds=time.monotonic() - begin,
+            sent_bytes=self.sent,
+            received=tuple(sorted(self.received.items())),
+            copied_bytes=self.copied,
+            peaks=tuple(
+                (p.device, p.account.peak_bytes, p.account.peak_host_bytes, p.account.peak_staging_bytes)
+                for p in self.participants
+            ),
+            num_messages=self.num_messages,
+            phases_s=tuple(self.clock.phases.items()),
+        )
+
+    # -- before byte one ----------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        problem = ""
+        try:
+            for p in self.participants:
+                self._adopt(p)
+                validate(p.program)
+        except Fault as fault:
+            problem = fault.encode()
+        digests = sorted({p.program.digest for p in self.participants})
+        said = self.transport.gather(problem or "digest\t" + ",".join(digests), self.options.deadline_s)
+        for number, text in enumerate(said):
+            if not text.startswith("digest\t"):
+                raise Fault.decode(text)
+            theirs = [d for d in text.removeprefix("digest\t").split(",") if d]
+            if len({*theirs, *digests}) > 1:
+                text = f"process {number} has the transition {' and '.join(theirs)}, not {' and '.join(digests)}"
+                raise Fault(DIFFERENT_DIGEST, text, where=self.now)
+
+    def _adopt(self, p: _Participant) -> None:
+        """Old and kept storages are those of the state; anything else in the state is none of ours."""
+        for spec in p.program.storages:
+            if spec.role == "new":
+                continue
+            held = p.state.held.get(key_of(spec))
+            if held is None:
+                raise Fault(WRONG_STATE, f"{key_of(spec)} is not there", where=str(p.device))
+            if not same_place(spec, held.spec) or held.data.numel() != spec.numel:
+                text = f"{key_of(spec)} has another extent than the old plan says"
+                raise Fault(WRONG_STATE, text, where=str(p.device))
+            p.data[spec.id] = held.data
+            p.account.add(_num_bytes(held.data), host=spec.host)
+
+    # -- waves --------------------------------------------------------------------------------------------------------
+
+    def _wave(self, number: int) -> None:
+        if self.options.on_wave is not None:
+            self.options.on_wave(number)
+        steps = [(p, p.program.waves[number]) for p in self.participants if number < len(p.program.waves)]
+        self._timed("acquire", lambda: self._acquire(steps))
+        self._timed("copy", lambda: self._copies((p, c) for p, w in steps for c in w.copies))
+        sends, receives = self._timed("pack", lambda: self._pack(steps))
+        self._blame(None)
+        self.transport.post(number, [m.parcel for m in sends], [m.parcel for m in receives])
+        checksums = self._timed("transfer", lambda: self.transport.wait(self.options.deadline_s))
+        self._timed("unpack", lambda: self._unpack(receives))
+        self._timed("verify", lambda: self._verify(receives, checksums))
+        for message in (*sends, *receives):
+            message.owner.account.stage(-message.staging)
+        self.num_messages += len(sends)
+        self.sent += sum(m.what.num_bytes for m in sends)
+        self._timed("copy", lambda: self._copies((p, c) for p, w in steps for c in w.derives))
+        self._blame(None)
+        if any(p.program.mode == TIGHT for p in self.participants):
+            self._timed("commit", lambda: self.transport.gather("", self.options.deadline_s))
+            for p, wave in steps:
+                self._release(p, wave.release)
+
+    def _acquire(self, steps: list[tuple[_Participant, Wave]]) -> None:
+        for p, wave in steps:
+            self._blame(p)
+            for number in wave.acquire:
+                spec = p.spec(number)
+                data = self.options.allocate(spec)
+                p.data[number] = data
+                p.account.add(_num_bytes(data), host=spec.host)
+
+    def _copies(self, copies: Iterable[tuple[_Participant, LocalCopy]]) -> None:
+        for p, copy in copies:
+            self._blame(p)
+            copy_blocks(p.data, copy.src.table, copy.dst.table, cast=copy.cast)
+            self.copied += _bytes_of(copy.dst.table, p.widths)
+
+    def _pack(self, steps: list[tuple[_Participant, Wave]]) -> tuple[list[_InFlight], list[_InFlight]]:
+        sends: list[_InFlight] = []
+        receives: list[_InFlight] = []
+        for p, wave in steps:
+            self._blame(p)
+            for message in wave.sends:
+                what = packing(message.blocks.table, p.widths)
+                data, staging = self._buffer(p, what)
+                if staging:
+                    pack(p.data, what, data)
+                parcel = Parcel(message.tag, p.device, message.peer, data, checksum(data, what, p.keys))
+                sends.append(_InFlight(p, message.peer, what, parcel, staging))
+            for message in wave.receives:
+                what = packing(message.blocks.table, p.widths)
+                data, staging = self._buffer(p, what)
+                parcel = Parcel(message.tag, message.peer, p.device, data)
+                receives.append(_InFlight(p, message.peer, what, parcel, staging))
+        return sends, receives
+
+    def _buffer(self, p: _Participant, what: Packing) -> tuple[torch.Tensor, int]:
+        """Where a message lies while it travels, and the bytes that takes: none where it is one run of a storage."""
+        if what.in_place:
+            return in_place_bytes(p.data, what), 0
+        p.account.stage(what.num_bytes)
+        return torch.empty(what.num_bytes, dtype=torch.uint8), what.num_bytes
+
+    def _unpack(self, receives: list[_InFlight]) -> None:
+        for message in receives:
+            self._blame(message.owner)
+            if message.staging:
+                unpack(message.owner.data, message.what, message.parcel.data)
+
+    def _verify(self, receives: list[_InFlight], checksums: Mapping[int, int]) -> None:
+        """What lies in the storages now, read back through the same blocks, is what was sent."""
+        for message in receives:
+            self._blame(message.owner)
+            p, parcel = message.owner, message.parcel
+            if message.staging:
+                pack(p.data, message.what, parcel.data)
+            if checksum(parcel.data, message.what, p.keys) != checksums[parcel.tag]:
+                raise self._damaged(message)
+            self.received[parcel.tag] = message.what.num_bytes
+
+    def _damaged(self, message: _InFlight) -> Fault:
+        first = message.owner.spec(int(message.what.table[0, 0]))
+        size = len(message.what.table)
+        text = (
+            f"message {message.parcel.tag} from {message.peer} arrived damaged: {message.what.num_bytes} bytes in "
+            f"{size} blocks, the first of {first.stage} {first.tensor} {first.slot}"
+        )
+        return Fault(DAMAGED_MESSAGE, text, where=str(message.owner.device))
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _release(self, p: _Participant, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            spec = p.spec(number)
+            self.released = True
+            p.account.add(-_num_bytes(p.data.pop(number)), host=spec.host)
+            held = p.state.held.get(key_of(spec))
+            if held is not None and held.spec.numel == spec.numel and same_place(held.spec, spec):
+                del p.state.held[key_of(spec)]
+
+    def _commit(self) -> None:
+        for p in self.participants:
+            self._release(p, p.program.commit_release)
+            for number, data in p.data.items():
+                if p.spec(number).role in ("new", "kept"):
+                    p.state.put(p.spec(number), data)
+
+    def _abort(self, error: Exception) -> ExecutionFailed:
+        """Drop what is new; what is old was never written."""
+        fault = self.transport.fail(error if isinstance(error, Fault) else Fault.of(error, self.now))
+        assert isinstance(fault, Fault)
+        fault.with_traceback(None)
+        for p in self.participants:
+            p.data.clear()
+        return ExecutionFailed(fault, old_whole=not self.released)
+
+    # -- small things -------------------------------------------------------------------------------------------------
+
+    def _blame(self, p: _Participant | None) -> None:
+        self.now = f"process {self.transport.process}" if p is None else str(p.device)
+
+    def _timed(self, phase: str, work: Callable[[], T]) -> T:
+        begin = time.monotonic()
+        try:
+            return work()
+        finally:
+            self.clock.add(phase, time.monotonic() - begin)
+
+    def _arrived(self) -> int:
+        return sum(self.received.values())
+
+
+def _participant(program: Program, state: DeviceState) -> _Participant:
+    widths = np.array([DTYPE_BYTES[s.dtype] for s in program.storages], dtype=np.int64)
+    keys = np.array([tensor_key(s.model, s.tensor, s.slot) for s in program.storages], dtype=np.uint64)
+    return _Participant(program=program, state=state, widths=widths, keys=keys)
+
+
+def _num_bytes(data: torch.Tensor) -> int:
+    return data.numel() * data.element_size()
+
+
+def _bytes_of(table: npt.NDArray[np.int64], widths: npt.NDArray[np.int64]) -> int:
+    if not len(table):
+        return 0
+    return int((table[:, 2] * table[:, 3] * widths[table[:, 0]]).sum())

@@ -1,0 +1,276 @@
+"""The oracle: what every device must hold under a plan, element by element.
+
+Built anew from the plan and from whole tensors with chunk, narrow, cat and pad, the way frameworks cut them; it shares
+nothing with the compiler's layouts, cells, holdings and passes, so that an error there cannot hide here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+from nereus.ir.cluster import Device
+from nereus.ir.plan import Plan, Stage
+from nereus.ir.program import Program
+from nereus.ir.tensor import LogicalTensor
+from nereus.models.tensors import logical_tensors
+from nereus.runtime.faults import WRONG_ELEMENTS, Fault
+from nereus.runtime.reference_values import Values
+from nereus.runtime.state import DTYPES, DeviceState, StorageKey, key_of
+
+#: Failures that are described one by one.
+_MAX_TEXTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """One shard that must be on ``device``; ``bits``: its elements, 1-D, as integers of the dtype's width."""
+
+    device: Device
+    key: StorageKey
+    model: str
+    dtype: str
+    host: bool
+    bits: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckResult:
+    num_shards: int = 0
+    num_elements: int = 0
+    num_bytes: int = 0
+    num_failures: int = 0
+    failures: tuple[str, ...] = ()  # the first few
+
+    @property
+    def ok(self) -> bool:
+        return self.num_failures == 0
+
+    def __add__(self, other: CheckResult) -> CheckResult:
+        return CheckResult(
+            num_shards=self.num_shards + other.num_shards,
+            num_elements=self.num_elements + other.num_elements,
+            num_bytes=self.num_bytes + other.num_bytes,
+            num_failures=self.num_failures + other.num_failures,
+            failures=(*self.failures, *other.failures)[:_MAX_TEXTS],
+        )
+
+
+# -- which copies exist -----------------------------------------------------------------------------------------------
+
+
+def stages_with_state(plan: Plan) -> tuple[tuple[Stage, Stage], ...]:
+    """(stage, stage whose processes and layout it uses) of every copy of a model's state at a safe boundary.
+
+    No copy: services; stages in the processes of another stage of the same model; generation in sync mode of a model
+    that trains, whose copy is older than its trainer; and what the plan discards while idle.
+    """
+    trained = [s.model for s in plan.stages if s.kind == "train"]
+    found = []
+    for stage in plan.stages:
+        lineage = [stage]
+        while lineage[-1].with_:
+            lineage.append(plan.stage(lineage[-1].with_))
+        shares = any(other.model == stage.model for other in lineage[1:])
+        outdated = stage.kind == "generate" and plan.workload.mode == "sync" and stage.model in trained
+        if stage.service is None and not shares and not outdated and stage.idle != "discard":
+            found.append((stage, lineage[-1]))
+    return tuple(found)
+
+
+def fresh_slots(old: Plan, new: Plan) -> frozenset[tuple[str, str]]:
+    """(stage, slot) pairs of ``new`` that nothing in ``old`` can fill: the framework makes them."""
+    before = {(stage.model, slot.name) for stage, _ in stages_with_state(old) for slot in stage.slots}
+    return frozenset(
+        (stage.name, slot.name)
+        for stage, _ in stages_with_state(new)
+        for slot in stage.slots
+        if (stage.model, slot.name) not in before
+    )
+
+
+# -- what each device holds -------------------------------------------------------------------------------------------
+
+
+def expected(plan: Plan, devices: Collection[Device], values: Values) -> Iterator[Expected]:
+    """Every shard that ``plan`` puts on ``devices``; shards without elements are left out."""
+    for stage, layout in stages_with_state(plan):
+        coords = _coordinates(layout)
+        ours = {d: c for d, c in zip(layout.ranks, coords, strict=True) if d in devices}
+        if not ours:
+            continue
+        model = plan.model(stage.model)
+        tensors = logical_tensors(model.arch, model.head)
+        if any(t.expert is not None for t in tensors):
+            raise ValueError(f"{stage.name}: models with experts cannot be executed yet")
+        for slot in stage.slots:
+            host = slot.host or stage.idle == "offload" or stage.swap == "host"
+            whole = {t.name: values.bits(model.name, t.name, slot.name, slot.dtype, t.numel) for t in tensors}
+            corners = dict.fromkeys((c["tp"], c["pp"]) for c in ours.values())
+            for tp, pp in corners:
+                local = {
+                    t.name: _tp_part(t, whole[t.name].view(t.shape), layout.tp, tp)
+                    for t in tensors
+                    if pp in _pipeline_homes(t, layout)
+                }
+                here = {d: c["dp"] for d, c in ours.items() if (c["tp"], c["pp"]) == (tp, pp)}
+                for device, name, bits in _dp_parts(layout, slot.name, local, here):
+                    if len(bits):
+                        key = StorageKey(stage.name, name, slot.name)
+                        yield Expected(device, key, stage.model, slot.dtype, host, bits)
+
+
+def _coordinates(stage: Stage) -> list[dict[str, int]]:
+    """Coordinate of every rank, by counting: the first axis of ``order`` turns fastest."""
+    sizes = {"tp": stage.tp, "cp": stage.cp, "dp": stage.dp, "pp": stage.pp}
+    slowest_first = [axis for axis in reversed(stage.order.split("-")) if axis in sizes]
+    counted = product(*(range(sizes[axis]) for axis in slowest_first))
+    return [dict(zip(slowest_first, digits, strict=True)) for digits in counted]
+
+
+def _pipeline_homes(tensor: LogicalTensor, stage: Stage) -> set[int]:
+    homes = set()
+    if tensor.first:
+        homes.add(0)
+    if tensor.last:
+        homes.add(len(stage.pp_split) - 1)
+    if tensor.layer is not None:
+        owners = [number for number, count in enumerate(stage.pp_split) for _ in range(count)]
+        homes.add(owners[tensor.layer])
+    return homes
+
+
+def _tp_part(tensor: LogicalTensor, whole: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
+    """What tensor-parallel ``rank`` holds: an equal chunk, or its whole kv head where those are fewer."""
+    if tensor.cut is None or tp == 1:
+        return whole
+    dim, units = tensor.cut.dim, tensor.cut.groups
+    if tp > units:
+        unit = whole.shape[dim] // units
+        return whole.narrow(dim, (rank // (tp // units)) * unit, unit)
+    return torch.chunk(whole, tp, dim=dim)[rank]
+
+
+def _dp_parts(
+    stage: Stage, slot: str, local: Mapping[str, torch.Tensor], dp_of: Mapping[Device, int]
+) -> Iterator[tuple[Device, str, torch.Tensor]]:
+    """(device, tensor, its elements) for the data-parallel ranks of one (tp, pp) corner."""
+    if stage.fsdp:
+        for name, tensor in local.items():
+            chunks = torch.chunk(tensor, stage.fsdp, dim=0)
+            for device, dp in dp_of.items():
+                member = dp % stage.fsdp
+                if member < len(chunks):
+                    yield device, name, chunks[member].reshape(-1)
+    elif stage.zero >= 3:
+        for name, tensor in local.items():
+            flat = tensor.reshape(-1)
+            size = _padded(len(flat), stage.dp) // stage.dp
+            for device, dp in dp_of.items():
+                yield device, name, flat[size * dp : size * (dp + 1)]
+    elif stage.zero and slot != "weight":
+        # One flat buffer of all tensors, padded, cut equally; then every tensor's piece of a cut.
+        flat = torch.cat([t.reshape(-1) for t in local.values()]) if local else torch.empty(0)
+        size = _padded(len(flat), stage.dp) // stage.dp
+        for device, dp in dp_of.items():
+            low, high, position = size * dp, size * (dp + 1), 0
+            for name, tensor in local.items():
+                begin, end = max(low, position), min(high, position + tensor.numel())
+                position += tensor.numel()
+                if begin < end:
+                    yield device, name, flat[begin:end]
+    else:
+        for name, tensor in local.items():
+            flat = tensor.reshape(-1)
+            for device in dp_of:
+                yield device, name, flat
+
+
+def _padded(numel: int, multiple: int) -> int:
+    return numel + -numel % multiple
+
+
+# -- filling and checking ---------------------------------------------------------------------------------------------
+
+
+def fill(programs: Iterable[Program], plan: Plan, values: Values) -> dict[Device, DeviceState]:
+    """States under ``plan`` in the storages that ``programs`` start from.
+
+    Raises Fault where the programs' old storages are not exactly the shards of the plan.
+    """
+    states: dict[Device, DeviceState] = {}
+    specs = {}
+    for program in programs:
+        states[program.device] = DeviceState(program.device)
+        for spec in program.storages:
+            if spec.role != "new":
+                specs[program.device, key_of(spec)] = spec
+    for shard in expected(plan, states.keys(), values):
+        found = specs.pop((shard.device, shard.key), None)
+        if found is None or found.numel != len(shard.bits) or found.dtype != shard.dtype:
+            has = "nothing" if found is None else f"{found.numel} x {found.dtype}"
+            text = f"the old plan has {len(shard.bits)} x {shard.dtype} of {shard.key}, its program {has}"
+            raise Fault(WRONG_ELEMENTS, text, where=str(shard.device))
+        states[shard.device].put(found, shard.bits.clone().view(DTYPES[shard.dtype]))
+    for device, key in specs:
+        raise Fault(WRONG_ELEMENTS, f"the program has {key}, the old plan has not", where=str(device))
+    return states
+
+
+def initialise(
+    states: Mapping[Device, DeviceState], plan: Plan, values: Values, fresh: Collection[tuple[str, str]]
+) -> None:
+    """Give state that nothing held before its values, as a framework would; without a storage it stays missing."""
+    if not fresh:
+        return
+    for shard in expected(plan, states.keys(), values):
+        held = states[shard.device].held.get(shard.key)
+        if (shard.key.stage, shard.key.slot) in fresh and held is not None and len(held.data) == len(shard.bits):
+            held.data.copy_(shard.bits.view(held.data.dtype))
+
+
+def check(states: Mapping[Device, DeviceState], plan: Plan, values: Values) -> CheckResult:
+    """Compare every element of every shard of ``plan`` on these devices bit by bit; missing and left-over ones fail."""
+    result = CheckResult()
+    seen: set[tuple[Device, StorageKey]] = set()
+    for shard in expected(plan, states.keys(), values):
+        seen.add((shard.device, shard.key))
+        result += _check_shard(states[shard.device], shard)
+    for device, state in states.items():
+        for key in state.held:
+            if (device, key) not in seen:
+                result += _failure(f"{device}: {key} is left over")
+    return result
+
+
+def _check_shard(state: DeviceState, shard: Expected) -> CheckResult:
+    where = f"{shard.device}: {shard.key}"
+    held = state.held.get(shard.key)
+    if held is None:
+        return _failure(f"{where} is missing")
+    if held.data.dtype != DTYPES[shard.dtype] or held.spec.host != shard.host:
+        memory = "host" if shard.host else "device"
+        return _failure(f"{where} is {held.data.dtype}, or not in {memory} memory")
+    if len(held.data) != len(shard.bits):
+        return _failure(f"{where} has {len(held.data)} elements instead of {len(shard.bits)}")
+    counted = CheckResult(
+        num_shards=1, num_elements=len(shard.bits), num_bytes=len(shard.bits) * shard.bits.element_size()
+    )
+    got = held.data.view(shard.bits.dtype)
+    if torch.equal(got, shard.bits):
+        return counted
+    wrong = torch.nonzero(got != shard.bits).reshape(-1)
+    first = int(wrong[0])
+    mask = (1 << 8 * shard.bits.element_size()) - 1
+    text = (
+        f"{where}: {len(wrong)} of {len(got)} elements are wrong, the first at {first}: "
+        f"bits {int(got[first]) & mask:#x} instead of {int(shard.bits[first]) & mask:#x}"
+    )
+    return counted + _failure(text)
+
+
+def _failure(text: str) -> CheckResult:
+    return CheckResult(num_failures=1, failures=(text,))

@@ -1,0 +1,50 @@
+"""What the executor asks of a transport. One object serves all devices of a process through one transition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from nereus.ir.cluster import Device
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """One message. ``data``: uint8; a sender's is read, a receiver's is filled; neither may change in ``wait``."""
+
+    tag: int
+    src: Device
+    dst: Device
+    data: torch.Tensor
+    checksum: int = 0  # of a sender
+
+
+class Transport(Protocol):
+    """Every wait ends: with what it waited for, or, raising ``Fault``, with a peer's failure or at the deadline."""
+
+    @property
+    def process(self) -> int: ...
+
+    @property
+    def num_processes(self) -> int: ...
+
+    def post(self, wave: int, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
+        """Start all messages of a wave; none waits for another."""
+
+    def wait(self, deadline_s: float) -> dict[int, int]:
+        """Until all that was posted is there and sent. Returns the sender's checksum of every received tag."""
+
+    def gather(self, text: str, deadline_s: float) -> tuple[str, ...]:
+        """Every process's ``text``, in process order. Also a barrier."""
+
+    def decide(self, deadline_s: float) -> None:
+        """Commit, or raise the ``Fault`` for which all abort. Every process sees the same decision."""
+
+    def fail(self, error: Exception) -> Exception:
+        """Tell the others why this process stops, release those who wait for it, return the first failure of all."""
+
+    def close(self, deadline_s: float) -> None:
+        """End in good order: after it nothing of this transition is under way."""

@@ -1,0 +1,208 @@
+"""torch.distributed's gloo between processes; devices of one process exchange copies of memory.
+
+One total order of all communication: a process posts its part of a wave sorted by tag, tags being unique in a
+transition, and waits only after all of it is posted; gloo's own thread moves every posted message. Failures: whoever
+stops writes why into the store (the first one wins) and closes its connections; that ends the waits of its peers at
+once, and they read the store. A process that neither speaks nor closes runs into the others' deadlines.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from nereus.ir.cluster import Device
+from nereus.runtime.faults import DEADLINE, PARTICIPANT_FAILED, PROGRAM_FAULT, Fault, first_line
+from nereus.runtime.transports.base import Parcel
+from nereus.runtime.transports.inprocess import Mailbox
+
+#: Untyped in part.
+dist: Any = torch.distributed
+
+#: Tags above this one carry the checksums of one wave from process to process.
+_FIRST_CHECK_TAG = 1 << 30
+#: Bytes of a text in a gather; longer ones are cut.
+_TEXT_BYTES = 1024
+_CLOSED_TEXT = "the connection was closed"
+#: A process that only noticed that another closed its connection waits this long for that one's own words.
+_HEARSAY_S = 1.0
+_ERROR, _DECISION, _CLOSED, _COMMIT = "error", "decision", "closed", "commit"
+
+
+class Gloo:
+    """``name``: unique among transitions that use ``store``. ``process_of``: where each device lives.
+
+    Raises Fault if the processes do not find each other within ``deadline_s``.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: Any,
+        name: str,
+        process: int,
+        num_processes: int,
+        process_of: Mapping[Device, int],
+        deadline_s: float,
+        address: str = "127.0.0.1",
+    ) -> None:
+        self.process = process
+        self.num_processes = num_processes
+        self._process_of = process_of
+        self._store = dist.PrefixStore(name, store)
+        self._mailbox = Mailbox()
+        self._works: list[tuple[Any, str]] = []
+        self._checks: list[tuple[list[int], torch.Tensor]] = []
+        self._posted: list[torch.Tensor] = []
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=deadline_s)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        try:
+            self._group: Any = dist.ProcessGroupGloo(self._store, process, num_processes, options)
+        except RuntimeError as error:
+            raise self._fault(error, "the processes did not find each other", deadline_s) from None
+
+    @property
+    def where(self) -> str:
+        return f"process {self.process}"
+
+    def post(self, wave: int, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
+        remote: list[tuple[int, bool, Parcel, int]] = []
+        checks_out: dict[int, list[Parcel]] = {}
+        checks_in: dict[int, list[Parcel]] = {}
+        for parcels, is_send in ((receives, False), (sends, True)):
+            for parcel in parcels:
+                peer = self._process_of[parcel.dst if is_send else parcel.src]
+                if peer != self.process:
+                    remote.append((parcel.tag, is_send, parcel, peer))
+                    (checks_out if is_send else checks_in).setdefault(peer, []).append(parcel)
+                elif is_send:
+                    self._mailbox.send(parcel)
+                else:
+                    self._mailbox.expect(parcel)
+        remote.sort(key=lambda entry: entry[0])
+        if remote and not 0 <= remote[0][0] <= remote[-1][0] < _FIRST_CHECK_TAG:
+            raise Fault(PROGRAM_FAULT, "message tags are outside the transport's range", where=self.where)
+        for tag, is_send, parcel, peer in remote:
+            self._start(is_send, parcel.data, peer, tag)
+        for peer in sorted({*checks_out, *checks_in}):
+            if peer in checks_out:
+                ordered = sorted(checks_out[peer], key=lambda p: p.tag)
+                values = [p.checksum - (1 << 64) if p.checksum >> 63 else p.checksum for p in ordered]
+                self._start(True, torch.tensor(values, dtype=torch.int64), peer, _FIRST_CHECK_TAG + wave)
+            if peer in checks_in:
+                tags = sorted(p.tag for p in checks_in[peer])
+                sums = torch.empty(len(tags), dtype=torch.int64)
+                self._checks.append((tags, sums))
+                self._start(False, sums, peer, _FIRST_CHECK_TAG + wave)
+
+    def _start(self, is_send: bool, data: torch.Tensor, peer: int, tag: int) -> None:
+        if self._group is None:
+            raise Fault(PARTICIPANT_FAILED, "the transport is closed", where=self.where)
+        self._posted.append(data)  # gloo reads or fills it until the work is done
+        try:
+            work = self._group.send([data], peer, tag) if is_send else self._group.recv([data], peer, tag)
+        except RuntimeError as error:
+            raise self._fault(error, f"process {peer} is gone", 0.0) from None
+        self._works.append((work, f"{'sending to' if is_send else 'receiving from'} process {peer}"))
+
+    def wait(self, deadline_s: float) -> dict[int, int]:
+        end = time.monotonic() + deadline_s
+        checksums = self._mailbox.deliver()
+        while self._works:
+            work, doing = self._works.pop(0)
+            fault = self._wait(work, end, doing, deadline_s)
+            del work
+            if fault is not None:
+                raise fault
+        for tags, sums in self._checks:
+            checksums.update((tag, value & ((1 << 64) - 1)) for tag, value in zip(tags, sums.tolist(), strict=True))
+        self._checks.clear()
+        self._posted.clear()
+        return checksums
+
+    def _wait(self, work: Any, end: float, doing: str, deadline_s: float) -> Fault | None:
+        """The failure is returned, not raised: a traceback would keep gloo's connections open."""
+        try:
+            work.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
+        except RuntimeError as error:
+            return self._fault(error, doing, deadline_s)
+        return None
+
+    def gather(self, text: str, deadline_s: float) -> tuple[str, ...]:
+        if self._group is None:
+            raise Fault(PARTICIPANT_FAILED, "the transport is closed", where=self.where)
+        raw = text.encode()[:_TEXT_BYTES]
+        mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+        mine[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else mine[:0]
+        rows = [torch.zeros_like(mine) for _ in range(self.num_processes)]
+        try:
+            work = self._group.allgather([rows], [mine])
+        except RuntimeError as error:
+            raise self._fault(error, "agreeing with all processes", deadline_s) from None
+        fault = self._wait(work, time.monotonic() + deadline_s, "agreeing with all processes", deadline_s)
+        del work
+        if fault is not None:
+            raise fault
+        return tuple(row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in rows)
+
+    def decide(self, deadline_s: float) -> None:
+        wish = _COMMIT
+        try:
+            self.gather("", deadline_s)  # whoever comes here has verified all that it received
+        except Fault as fault:
+            wish = fault.encode()
+        decision = self._first(_DECISION, wish)
+        if decision != _COMMIT:
+            raise Fault.decode(decision)
+
+    def fail(self, error: Exception) -> Exception:
+        fault = Fault.of(error, self.where)
+        try:
+            if fault.text.startswith(_CLOSED_TEXT):  # whoever closed it is about to say why, if it still can
+                end = time.monotonic() + _HEARSAY_S
+                while time.monotonic() < end and not self._store.check([_ERROR]):
+                    time.sleep(0.01)
+            first = Fault.decode(self._first(_ERROR, fault.encode()))
+        except (RuntimeError, ValueError):  # the store went with the process that kept it
+            first = fault
+        self._drop()
+        return first
+
+    def close(self, deadline_s: float) -> None:
+        """Connections stay until all are done: closing one with unread data would cut a slower peer off."""
+        end = time.monotonic() + deadline_s
+        count = self._store.add(_CLOSED, 1)
+        while count < self.num_processes and time.monotonic() < end and not self._store.check([_ERROR]):
+            time.sleep(0.005)
+            count = self._store.add(_CLOSED, 0)
+        self._drop()
+
+    def _first(self, key: str, value: str) -> str:
+        """What the first process to write ``key`` wrote."""
+        return bytes(self._store.compare_set(key, "", value)).decode()
+
+    def _fault(self, error: RuntimeError, doing: str, deadline_s: float) -> Fault:
+        """A failure of gloo in our words; a peer that said why it stopped is quoted by ``fail``."""
+        text = str(error)
+        if "imed out" in text or "imeout" in text:
+            return Fault(DEADLINE, f"no answer within {deadline_s:g} s while {doing}", where=self.where)
+        detail = _CLOSED_TEXT if "losed" in text or "reset" in text else first_line(error)
+        return Fault(PARTICIPANT_FAILED, f"{detail} while {doing}", where=self.where)
+
+    def _drop(self) -> None:
+        self._works.clear()
+        self._checks.clear()
+        self._posted.clear()
+        self._mailbox = Mailbox()
+        self._group = None
+
+
+def open_store(path: str, num_processes: int) -> Any:
+    """The store that processes of one machine share, in a file."""
+    return dist.FileStore(path, num_processes)

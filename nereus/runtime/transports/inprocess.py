@@ -1,0 +1,80 @@
+"""All devices in one process: messages are matched by tag in a mailbox, and are copies of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nereus.runtime.faults import PROGRAM_FAULT, Fault
+from nereus.runtime.transports.base import Parcel
+
+
+class Mailbox:
+    """Messages between devices of one process. In whatever order sender and receiver post, the tag joins them."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, Parcel] = {}
+        self._expected: dict[int, Parcel] = {}
+
+    def send(self, parcel: Parcel) -> None:
+        if parcel.tag in self._sent:
+            raise Fault(PROGRAM_FAULT, f"message {parcel.tag} is sent twice", where=str(parcel.src))
+        self._sent[parcel.tag] = parcel
+
+    def expect(self, parcel: Parcel) -> None:
+        if parcel.tag in self._expected:
+            raise Fault(PROGRAM_FAULT, f"message {parcel.tag} is received twice", where=str(parcel.dst))
+        self._expected[parcel.tag] = parcel
+
+    def deliver(self) -> dict[int, int]:
+        """Copy every message to its receiver's buffer; checksums by tag."""
+        checksums = {}
+        for tag, target in self._expected.items():
+            source = self._sent.pop(tag, None)
+            if source is None:
+                text = f"message {tag} from {target.src} was never sent"
+                raise Fault(PROGRAM_FAULT, text, where=str(target.dst))
+            if (source.src, source.dst) != (target.src, target.dst) or len(source.data) != len(target.data):
+                text = (
+                    f"message {tag}: {source.src} sends {len(source.data)} bytes to {source.dst}, "
+                    f"{target.dst} expects {len(target.data)} from {target.src}"
+                )
+                raise Fault(PROGRAM_FAULT, text, where=str(target.dst))
+            target.data.copy_(source.data)
+            checksums[tag] = source.checksum
+        if self._sent:
+            parcel = next(iter(self._sent.values()))
+            text = f"message {parcel.tag} to {parcel.dst} is never received"
+            raise Fault(PROGRAM_FAULT, text, where=str(parcel.src))
+        self._expected.clear()
+        return checksums
+
+
+class InProcess:
+    """A transport without other processes."""
+
+    process = 0
+    num_processes = 1
+
+    def __init__(self) -> None:
+        self._mailbox = Mailbox()
+
+    def post(self, wave: int, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
+        for parcel in receives:
+            self._mailbox.expect(parcel)
+        for parcel in sends:
+            self._mailbox.send(parcel)
+
+    def wait(self, deadline_s: float) -> dict[int, int]:
+        return self._mailbox.deliver()
+
+    def gather(self, text: str, deadline_s: float) -> tuple[str, ...]:
+        return (text,)
+
+    def decide(self, deadline_s: float) -> None:
+        """The only process has come this far, so it commits."""
+
+    def fail(self, error: Exception) -> Exception:
+        return error
+
+    def close(self, deadline_s: float) -> None:
+        self._mailbox = Mailbox()
