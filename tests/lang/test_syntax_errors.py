@@ -75,3 +75,20 @@ def test_messages_never_show_the_parser() -> None:
 def test_syntax_errors_are_bounded() -> None:
     diagnostics = parse(Source(path="x", text="a b c d\n" * 500)).diagnostics
     assert len(diagnostics) == 21 and diagnostics[-1].code == "NRS1014"
+
+
+def test_words_after_numbers_and_comments_between() -> None:
+    """What a word after a number is must not depend on its first letter, nor on a comment behind it."""
+
+    def keys(text: str) -> list[str]:
+        result = parse(Source(path="x", text=text))
+        assert not result.diagnostics, result.diagnostics
+        return [item.key.text for item in result.file.items]  # type: ignore[union-attr]
+
+    assert keys("a = 0 xa0 = (a)") == ["a", "xa0"]
+    assert keys("a = 0 x = 1") == ["a", "x"]
+    assert keys("a = 2 pp # c = d\n # e\n = 4") == ["a", "pp"]
+    assert keys("remove # c\n # d\n = n1") == ["remove"]
+    assert keys("extends # c\n = n1") == ["extends"]
+    assert keys('gpus = 8 x "id" steps = 2 steps') == ["gpus", "steps"]
+    assert keys('gpus = 8 # c\n x # d\n "id"') == ["gpus"]
