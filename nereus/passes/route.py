@@ -111,9 +111,9 @@ class _Router:
         return Intervals(whole.cell[intervals], whole.start[intervals], whole.stop[intervals])
 
     def _pieces(self, demand: Demand) -> list[tuple[int, Intervals]]:
-        """Cut at fixed places of the class, so that what one node takes in is what the next one wants; (number, piece).
+        """(number, piece), cut at fixed places of the class, so that what one node takes in is what the next one wants.
 
-        A demand is the whole class or lacks a little that its wanters derive: pieces it has in full are the class's own.
+        A demand is the whole class or lacks a little that its wanters derive: pieces that it has in full are the class's.
         """
         if demand.num_bytes <= self.options.piece_bytes:
             return [(-1, self._region(demand.table, demand.intervals))]

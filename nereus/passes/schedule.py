@@ -10,11 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
+from nereus.ir.layout import IntArray
 from nereus.ir.schedule import Schedule
-from nereus.ir.transition import INTER, LOCAL, Move
+from nereus.ir.transition import LOCAL, Move
 from nereus.ir.units import MIB
 from nereus.passes.links import MESSAGE_S, Links
 from nereus.passes.route import Routed
+
+FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,39 +102,58 @@ def transfer_seconds(moves: Sequence[Move], wave: Sequence[int], links: Links) -
     the wave's bytes, starting when the first of the ranks involved is ready. A rank starts a wave when its part of
     the one before is done.
     """
+    if not moves:
+        return 0.0
     num_devices = links.num_devices
-    costs = [_port_costs(move, links) for move in moves]
-    ready = [0.0] * num_devices
-    done: dict[int, float] = {}  # port -> when it has carried everything so far
-    by_wave: list[list[int]] = [[] for _ in range(max(wave, default=-1) + 1)]
-    for number, at in enumerate(wave):
-        by_wave[at].append(number)
-    for numbers in by_wave:
-        start: dict[int, float] = {}
-        busy: dict[int, float] = {}
-        for number in numbers:
-            move = moves[number]
-            begin = max(ready[move.src % num_devices], ready[move.dst % num_devices])
-            for port, seconds in costs[number]:
-                start[port] = min(start.get(port, begin), begin)
-                busy[port] = busy.get(port, 0.0) + seconds
-        for port, begin in start.items():
-            done[port] = max(done.get(port, 0.0), begin) + busy[port]
-        for number in numbers:
-            move = moves[number]
-            end = max([done[port] for port, _ in costs[number]]) + MESSAGE_S
-            for rank in (move.src % num_devices, move.dst % num_devices):
-                if end > ready[rank]:
-                    ready[rank] = end
-    return max(ready, default=0.0)
+    src = np.array([m.src for m in moves], dtype=np.int64)
+    dst = np.array([m.dst for m in moves], dtype=np.int64)
+    ports, seconds = _port_costs(src, dst, np.array([m.num_bytes for m in moves], dtype=np.int64), links)
+    ranks = np.stack((src % num_devices, dst % num_devices), axis=1)
+    order = np.argsort(np.array(wave), kind="stable")
+    bounds = np.searchsorted(np.array(wave)[order], np.arange(max(wave) + 2))
+    ready = np.zeros(num_devices)
+    done = np.zeros(2 * num_devices + 2 * len(links.nic) + 1)  # port -> when it has carried everything so far
+    for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        chosen = order[first:last]
+        begin = ready[ranks[chosen]].max(axis=1)
+        start = np.full_like(done, np.inf)
+        np.minimum.at(start, ports[chosen], begin[:, None])
+        busy = np.zeros_like(done)
+        np.add.at(busy, ports[chosen], seconds[chosen])
+        used = np.isfinite(start)
+        done[used] = np.maximum(done, start)[used] + busy[used]
+        done[-1] = 0.0  # "no port" couples nothing
+        end = done[ports[chosen]].max(axis=1) + MESSAGE_S
+        np.maximum.at(ready, ranks[chosen], end[:, None])
+    return float(ready.max())
 
 
-def _port_costs(move: Move, links: Links) -> tuple[tuple[int, float], ...]:
-    """(port, seconds) of a move; ports are numbered: devices out, devices in, NICs out, NICs in."""
+def _port_costs(src: IntArray, dst: IntArray, num_bytes: IntArray, links: Links) -> tuple[IntArray, FloatArray]:
+    """Port numbers and seconds on them, both ``[moves, 4]``: device out, device in, NIC out, NIC in; the last number
+    stands for no port."""
     num_devices, num_nodes = links.num_devices, len(links.nic)
-    out_s, in_s, nic_s = links.port_seconds(move.src, move.dst, move.num_bytes)
-    sides = ((move.src % num_devices, out_s), (num_devices + move.dst % num_devices, in_s))
-    if move.link != INTER:
-        return sides
+    node_of = np.array(links.node_of, dtype=np.int64)
+    src_device, dst_device = src % num_devices, dst % num_devices
+    src_node, dst_node = node_of[src_device], node_of[dst_device]
+    src_host, dst_host = src >= num_devices, dst >= num_devices
+    inter = src_node != dst_node
+    local = (src == dst) | (~inter & src_host & dst_host)
+    pcie, intra, nic = (np.array(rates) for rates in (links.pcie, links.intra, links.nic))
+    inside = np.where(src_host | dst_host, pcie[src_node], intra[src_node])
+    size = np.where(local, 0, num_bytes)
+    nic_s = size * np.maximum(nic[src_node], nic[dst_node])
+    out_s, in_s = size * np.where(inter, pcie[src_node], inside), size * np.where(inter, pcie[dst_node], inside)
+    none = np.full_like(src, 2 * num_devices + 2 * num_nodes)
     first = 2 * num_devices
-    return (*sides, (first + links.node(move.src), nic_s), (first + num_nodes + links.node(move.dst), nic_s))
+    ports = np.stack(
+        (
+            src_device,
+            num_devices + dst_device,
+            np.where(inter, first + src_node, none),
+            np.where(inter, first + num_nodes + dst_node, none),
+        ),
+        axis=1,
+    )
+    zero = np.zeros_like(nic_s)
+    seconds: FloatArray = np.stack((out_s, in_s, np.where(inter, nic_s, zero), np.where(inter, nic_s, zero)), axis=1)
+    return ports, seconds
