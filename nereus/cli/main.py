@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("check", "say everything that is wrong with plans, and what memory each GPU needs"),
     "fmt": ("fmt", "rewrite plans in the standard form; comments stay"),
     "import": ("import_", "make a plan from the configuration of a training framework"),
+    "run": ("run", "carry out a change between plans on real tensors on this machine, and check every element"),
     "explain": ("explain", "cause, example and cure of a message"),
     "doctor": ("doctor", "what works on this machine, and what would enable the rest"),
     "version": ("version", "version of nereusc and of what it runs on"),

@@ -263,10 +263,9 @@ class _Executor:
 
     def _damaged(self, message: _InFlight) -> Fault:
         first = message.owner.spec(int(message.what.table[0, 0]))
-        size = len(message.what.table)
         text = (
-            f"message {message.parcel.tag} from {message.peer} arrived damaged: {message.what.num_bytes} bytes in "
-            f"{size} blocks, the first of {first.stage} {first.tensor} {first.slot}"
+            f"message {message.parcel.tag} from {message.peer} arrived damaged: {message.what.num_bytes:,} bytes, "
+            f"from {first.stage} {first.tensor} {first.slot} on"
         )
         return Fault(DAMAGED_MESSAGE, text, where=str(message.owner.device))
 

@@ -185,12 +185,15 @@ def _with_drill(drill: Drill, options: ExecutorOptions, transport: Transport) ->
 
 
 def _corrupt_posts(drill: Drill, transport: Transport) -> None:
-    """Flip one bit of the first message of the drill's wave, in a copy: the sender's state stays right."""
+    """Flip one bit of the first message from the drill's wave on, in a copy: the sender's state stays right."""
     post = transport.post
+    done = False
 
     def corrupting(wave: int, sends: Any, receives: Any) -> None:
+        nonlocal done
         sends = list(sends)
-        if wave == drill.wave and sends:
+        if wave >= drill.wave and sends and not done:
+            done = True
             parcel: Parcel = sends[0]
             data = parcel.data.clone()
             data[len(data) // 2] ^= 16

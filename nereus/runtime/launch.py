@@ -128,8 +128,7 @@ def _supervised(folder: str, num_processes: int, emit: Emit) -> dict[int, str]:
                     ended[event["process"]] = f"ended with {code}" if code > 0 else _signal_text(-code)
                 elif event["kind"] == "killed":
                     ended[event["process"]] = "did not end after another had failed, and was ended"
-                if event["kind"] != "alive":
-                    emit(event)
+                emit(event)
             code = supervisor.wait(timeout=10)
             if code:
                 errors.seek(0)

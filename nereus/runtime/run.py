@@ -64,6 +64,8 @@ def run_pair(
     (kind: phase, progress, ended, ...). A change that goes wrong is in the report; raises DiagnosticError where a plan
     does not compile or cannot run here.
     """
+    if drill is not None and drill.kind in ("exit", "hang") and procs < 2:
+        raise ValueError(f"a drill '{drill.kind}' takes a process of its own")
     begin = time.monotonic()
     tell = on_event or (lambda event: None)
     plans = _scaled((old, new, *chain), scale)

@@ -25,7 +25,7 @@ from nereus.runtime.transports.base import Transport
 from nereus.runtime.transports.gloo import Gloo, open_store
 
 #: After a process has failed, the others have this long to say so too.
-GRACE_S = 10.0
+GRACE_S = 5.0
 #: A sign of life at least this often.
 ALIVE_S = 1.0
 

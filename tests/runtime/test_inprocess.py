@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from runtime.tiny import ARCH, build_programs, cluster, ppo, trainer  # noqa: E402
 
 from nereus.ir.plan import ORDER_MEGATRON, Plan  # noqa: E402
 from nereus.runtime.executor import ExecutionFailed, ExecutorOptions, execute  # noqa: E402
@@ -15,7 +18,6 @@ from nereus.runtime.reference import check, fill  # noqa: E402
 from nereus.runtime.reference_values import Values  # noqa: E402
 from nereus.runtime.transports.base import Parcel  # noqa: E402
 from nereus.runtime.transports.inprocess import InProcess  # noqa: E402
-from runtime.tiny import ARCH, build_programs, cluster, ppo, trainer  # noqa: E402
 
 EIGHT = cluster(4, 4)
 #: Layouts that differ in every way the language knows, on eight devices unless said.
@@ -240,7 +242,7 @@ def test_old_programs_that_miss_a_shard_are_refused() -> None:
 
 
 def job(plans: list[Plan], **more: Any) -> Job:
-    steps = tuple(Step(old=a, new=b, programs=build_programs(a, b)) for a, b in zip(plans, plans[1:], strict=False))
+    steps = tuple(Step(old=a, new=b, programs=build_programs(a, b)) for a, b in pairwise(plans))
     devices = {d for s in steps for d in s.programs}
     return Job(process=0, num_processes=1, steps=steps, process_of=dict.fromkeys(devices, 0), deadline_s=10.0, **more)
 

@@ -1,4 +1,4 @@
-"""Real processes over gloo, with compiled programs: N to M, chains, growth, shrink, lost nodes, and every kind of drill."""
+"""Real processes over gloo, with compiled programs: N to M, chains, growth, shrink, lost nodes, and every drill."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ import pytest
 
 pytest.importorskip("torch")
 
-from nereus.ir.plan import ORDER_MEGATRON, Plan  # noqa: E402
-from nereus.runtime.faults import Drill  # noqa: E402
-from nereus.runtime.report import RunReport  # noqa: E402
-from nereus.runtime.run import run_pair  # noqa: E402
-from runtime.tiny import cluster, ppo, trainer  # noqa: E402
+from runtime.tiny import cluster, ppo, trainer
+
+from nereus.ir.plan import ORDER_MEGATRON, Plan
+from nereus.runtime.faults import Drill
+from nereus.runtime.report import RunReport
+from nereus.runtime.run import run_pair
 
 pytestmark = pytest.mark.procs
 
@@ -90,7 +91,7 @@ def test_a_node_is_lost_and_another_comes() -> None:
     ],
 )
 def test_drills_end_in_a_diagnostic_and_leave_the_old_state(kind: str, code: str, word: str) -> None:
-    """The text is that of the process at fault, whoever else noticed; nothing of the old plan is touched; nothing hangs."""
+    """The text is that of the process at fault, whoever noticed; nothing of the old plan is touched; nothing hangs."""
     begin = time.monotonic()
     report = run(
         trainer(EIGHT, tp=2, pp=2),

@@ -3,12 +3,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from runtime.tiny import cluster, plan, stage
 
 from nereus.ir.plan import Model
 from nereus.models.presets import preset, preset_names
 from nereus.models.tensors import tp_refusals
 from nereus.runtime.scale import Scale, parse_scale, scale_arch, scale_plans, scale_split, state_bytes
-from runtime.tiny import cluster, plan, stage
 
 SIXTEEN = cluster(8, 8)
 

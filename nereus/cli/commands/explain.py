@@ -57,7 +57,7 @@ def _entry_text(entry: CodeEntry, out: Output) -> str:
         "",
         wrap(entry.cause, width=out.width),
         "",
-        f"Example; `{_command_line(entry)}` says {entry.code}:",
+        f"Example; `{_command_line(entry)}` {'says' if entry.shown else 'might say'} {entry.code}:",
     ]
     for name, text in entry.example.items():
         parts += ["", out.style(f"    # {name}", "dim")]
@@ -73,7 +73,7 @@ def _command_line(entry: CodeEntry) -> str:
         return f"nereusc check {files[0]}"
     if entry.command == "import":
         return f"nereusc import verl {files[0]}"
-    return f"nereusc {entry.command} {' '.join(files[:2])}"
+    return f"nereusc {' '.join((entry.command, *files[:2], *entry.options))}"
 
 
 def _entry_json(entry: CodeEntry) -> dict[str, Any]:

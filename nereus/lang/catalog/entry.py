@@ -21,6 +21,10 @@ class CodeEntry:
     fix: str
     #: File that the command is given when it is not the first.
     compiles: str | None = None
+    #: What the command needs beside its files.
+    options: tuple[str, ...] = ()
+    #: False: no input alone brings it about, and the example only shows where it may come up.
+    shown: bool = True
     #: How the example is written to disk; only a code about encodings needs another.
     encoding: str = "utf-8"
 
