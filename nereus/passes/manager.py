@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from nereus.passes.memory import Memory
 from nereus.passes.place import Place
@@ -77,7 +77,7 @@ ABOUT: Mapping[str, str] = {
 }
 
 
-def _written(options: object) -> dict[str, object]:
+def _written(options: Any) -> dict[str, object]:
     default = type(options)()
     return {
         f.name: getattr(options, f.name)

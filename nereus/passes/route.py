@@ -111,7 +111,7 @@ class _Router:
         return Intervals(whole.cell[intervals], whole.start[intervals], whole.stop[intervals])
 
     def _pieces(self, demand: Demand) -> list[tuple[int, Intervals]]:
-        """(number, piece), cut at fixed places of the class, so that what one node takes in is what the next one wants.
+        """(number, piece), cut at fixed places of the class, so that what a node takes in is what the next wants.
 
         A demand is the whole class or lacks a little that its wanters derive: pieces that it has in full are the class's.
         """
