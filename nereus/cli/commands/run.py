@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -87,17 +88,18 @@ def run(args: argparse.Namespace, out: Output) -> int:
     report: RunReport | None = None
     if not has_errors(diagnostics):
         try:
-            report = run_pair(
-                plans[0],
-                plans[1],
-                chain=plans[2:],
-                procs=procs,
-                scale=scale,
-                pipeline=Pipeline(mode=args.mode),
-                deadline_s=args.deadline,
-                drill=None if args.drill is None else Drill(kind=args.drill, process=procs - 1),
-                on_event=_Progress(out, len(plans) - 1),
-            )
+            with _Progress(out, len(plans) - 1) as progress:
+                report = run_pair(
+                    plans[0],
+                    plans[1],
+                    chain=plans[2:],
+                    procs=procs,
+                    scale=scale,
+                    pipeline=Pipeline(mode=args.mode),
+                    deadline_s=args.deadline,
+                    drill=None if args.drill is None else Drill(kind=args.drill, process=procs - 1),
+                    on_event=progress,
+                )
         except DiagnosticError as error:
             found = error.diagnostics
         else:
@@ -154,6 +156,23 @@ class _Progress:
         self.now: tuple[int, str] = (0, "")
         self.bytes: dict[int, int] = {}
         self.waves = ""
+        self.over = threading.Event()
+        self.pulse = threading.Thread(target=self._beat, daemon=True)
+
+    def __enter__(self) -> _Progress:
+        self.pulse.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.over.set()
+        self.pulse.join()
+
+    def _beat(self) -> None:
+        while not self.over.wait(0.5):
+            if time.monotonic() - self.spoke > HEARTBEAT_S:
+                moved = sum(dict(self.bytes).values())
+                detail = f", {format_bytes(moved)} received{self.waves}" if moved else ""
+                self._say(f"still {_PHASES.get(self.now[1], 'starting')}{detail}")
 
     def __call__(self, event: dict[str, Any]) -> None:
         kind = event["kind"]
@@ -166,10 +185,6 @@ class _Progress:
             self._say(f"process {event['process']} stopped")
         elif kind == "killed":
             self._say(f"process {event['process']} did not stop and was ended")
-        if time.monotonic() - self.spoke > HEARTBEAT_S:
-            moved = sum(self.bytes.values())
-            detail = f", {format_bytes(moved)} received{self.waves}" if moved else ""
-            self._say(f"still {_PHASES.get(self.now[1], 'starting')}{detail}")
 
     def _phase(self, step: int, phase: str) -> None:
         """The first process that enters a phase announces it for all."""
