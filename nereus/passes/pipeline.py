@@ -25,6 +25,7 @@ from nereus.passes.place import pin
 from nereus.passes.route import Routed
 from nereus.passes.storages import StorageMap
 from nereus.passes.tight import Stuck, tight_schedule
+from nereus.passes.verify import verify_each
 
 
 def compile_transition(
@@ -33,12 +34,16 @@ def compile_transition(
     pipeline: Pipeline | None = None,
     *,
     allow_destroy: bool = False,
+    verify: bool = True,
     hooks: Sequence[Hook] = (),
 ) -> Transition:
-    """Raises DiagnosticError (NRS4xxx, NRS5xxx) where there is no safe transition; the old plan is never in doubt."""
+    """Raises DiagnosticError (NRS4xxx, NRS5xxx) where there is no safe transition; the old plan is never in doubt.
+
+    ``verify``: invariants of every pass's result are checked before the next pass reads it (BrokenInvariant: our bug).
+    """
     started = time.perf_counter()
     pipeline = pipeline or Pipeline()
-    instrument = Instrument(hooks=tuple(hooks))
+    instrument = Instrument(hooks=((verify_each,) if verify else ()) + tuple(hooks))
     run = instrument.run
     errors = [d for d in check_memory(new) if d.severity is Severity.ERROR]
     errors += refusals.check_models(old, new)

@@ -113,7 +113,8 @@ class _Router:
     def _pieces(self, demand: Demand) -> list[tuple[int, Intervals]]:
         """(number, piece), cut at fixed places of the class, so that what a node takes in is what the next wants.
 
-        A demand is the whole class or lacks a little that its wanters derive: pieces that it has in full are the class's.
+        A demand is the whole class or lacks a little that its wanters derive: pieces that it has in full are the
+        class's.
         """
         if demand.num_bytes <= self.options.piece_bytes:
             return [(-1, self._region(demand.table, demand.intervals))]

@@ -1,0 +1,123 @@
+"""verify: what must hold of each pass's result before the next one reads it. A failure is a bug in Nereus, not in a
+plan.
+
+These are invariants of single levels, checked between passes (``--verify-each``, on by default); that the whole
+transition is right is ``check``'s business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from nereus.ir.cells import local_boxes
+from nereus.ir.holdings import Holdings, StateSet
+from nereus.ir.layout import layout_of
+from nereus.ir.plan import Plan, Stage
+from nereus.ir.schedule import Schedule
+from nereus.ir.transition import LOCAL
+from nereus.passes.diff import Diff
+from nereus.passes.place import Placed
+from nereus.passes.route import Routed
+
+
+class BrokenInvariant(AssertionError):
+    """A pass produced something that cannot be; carries the pass's name in its message."""
+
+
+def verify_each(name: str, result: object) -> None:
+    """The hook: raises BrokenInvariant."""
+    problem: str | None = None
+    if isinstance(result, Holdings):
+        problem = next(filter(None, map(_state_set_problem, result.sets)), None)
+    elif isinstance(result, Placed):
+        problem = _placement_problem(result.plan)
+    elif isinstance(result, Diff):
+        problem = _diff_problem(result)
+    elif isinstance(result, Routed):
+        problem = _route_problem(result)
+    elif isinstance(result, Schedule):
+        problem = _schedule_problem(result)
+    if problem is not None:
+        raise BrokenInvariant(f"after {name}: {problem}")
+
+
+def _state_set_problem(state_set: StateSet) -> str | None:
+    """Every layer lies on exactly one pipeline stage, and the coordinates together hold every tensor whole."""
+    layout = state_set.bound.layout
+    layers = {t.layer for t in state_set.tensors if t.layer is not None}
+    if layers and (sum(layout.pp_split) != len(layers) or max(layers) != len(layers) - 1):
+        return f"{state_set.stage}: pp_split {layout.pp_split} does not cover {len(layers)} layers"
+    boxes = local_boxes(state_set.tensors, layout)
+    whole = np.array([t.numel for t in state_set.tensors], dtype=np.int64)
+    corners = np.stack((boxes.row_lo, boxes.row_hi, boxes.col_lo, boxes.col_hi), axis=-1)
+    held = np.zeros_like(whole)
+    for tensor in range(len(whole)):
+        distinct = np.unique(corners[:, tensor], axis=0)
+        held[tensor] = ((distinct[:, 1] - distinct[:, 0]) * (distinct[:, 3] - distinct[:, 2])).sum()
+    bad = np.flatnonzero(held != whole)
+    if len(bad):
+        return f"{state_set.stage}: {state_set.tensors[int(bad[0])].name} is not held whole"
+    return None
+
+
+def _placement_problem(plan: Plan) -> str | None:
+    """Every stage lies on its own devices, and as few tensor-parallel groups as possible cross a node border."""
+    for stage in plan.owners():
+        if sorted(stage.ranks) != sorted(stage.devices):
+            return f"{stage.name}: its placement is not a permutation of its devices"
+        per_node: dict[str, int] = {}
+        for device in stage.devices:
+            per_node[device.node] = per_node.get(device.node, 0) + 1
+        most_inside = sum(count // stage.tp for count in per_node.values())
+        crossing = _crossing_groups(stage)
+        if stage.key_span("place") is stage.span and crossing > len(stage.ranks) // stage.tp - most_inside:
+            listed = _crossing_groups(replace(stage, place=None))
+            if crossing > listed:
+                return f"{stage.name}: {crossing} tensor-parallel groups cross nodes, {listed} as listed"
+    return None
+
+
+def _crossing_groups(stage: Stage) -> int:
+    coords = layout_of(stage).coordinates()
+    nodes: dict[tuple[int, int, int], set[str]] = {}
+    for rank, device in enumerate(stage.ranks):
+        key = (int(coords["pp"][rank]), int(coords["dp"][rank]), int(coords["cp"][rank]))
+        nodes.setdefault(key, set()).add(device.node)
+    return sum(1 for group in nodes.values() if len(group) > 1)
+
+
+def _diff_problem(difference: Diff) -> str | None:
+    """Intervals of a table ascend and do not overlap; a demand's wanters are on its node and hold nothing of it."""
+    for number, table in enumerate(difference.tables):
+        same = table.cell[1:] == table.cell[:-1]
+        if bool((table.start >= table.stop).any()) or bool((table.cell[1:] < table.cell[:-1]).any()):
+            return f"table {number}: empty or unordered intervals"
+        if bool((same & (table.start[1:] < table.stop[:-1])).any()):
+            return f"table {number}: intervals overlap"
+    topology = difference.topology
+    for demand in difference.demands:
+        holders = difference.holders[demand.table][demand.cls]
+        if not holders or set(holders) & set(demand.wanters):
+            return f"a demand of table {demand.table} has no holder, or wants what it holds"
+        if any(topology.node_of_place(place) != demand.node for place in demand.wanters):
+            return f"a demand of table {demand.table} mixes nodes"
+    return None
+
+
+def _route_problem(routed: Routed) -> str | None:
+    """Moves carry exactly the bound, and a relay follows what it relays."""
+    moved = sum(move.num_bytes for move in routed.moves if move.link != LOCAL)
+    if moved != routed.bound.moved_bytes:
+        return f"{moved} bytes routed, {routed.bound.moved_bytes} demanded"
+    if any(before >= number for number, move in enumerate(routed.moves) for before in move.after):
+        return "a relay comes before what it relays"
+    return None
+
+
+def _schedule_problem(schedule: Schedule) -> str | None:
+    for number, move in enumerate(schedule.moves):
+        if any(schedule.wave[before] >= schedule.wave[number] for before in move.after):
+            return f"move {number} relays in the wave in which it receives"
+    return None
