@@ -84,10 +84,11 @@ def build_dag(
     topology: Topology,
     new_bytes: IntArray,
     old_bytes: IntArray,
-    storage_bytes: dict[StorageKey, tuple[int, int]],
+    acquire_bytes: dict[StorageKey, tuple[int, int]],
+    release_bytes: dict[StorageKey, tuple[int, int]],
 ) -> Dag:
-    """``new_bytes`` / ``old_bytes``: per space, all storages that come / go (reversible mode). ``storage_bytes``:
-    (space, bytes) of single storages (tight mode)."""
+    """``new_bytes`` / ``old_bytes``: per space, all storages that come / go (reversible mode). ``acquire_bytes`` /
+    ``release_bytes``: (space, bytes) of single storages (tight mode)."""
     build = _Builder()
     num_devices = topology.num_devices
     quiesce = build.op(QUIESCE)
@@ -104,7 +105,7 @@ def build_dag(
     by_wave: list[list[int]] = [[] for _ in range(schedule.num_waves)]
     for number, wave in enumerate(schedule.wave):
         by_wave[wave].append(number)
-    acquires, releases = _per_wave(schedule, new_bytes, storage_bytes)
+    acquires, releases = _per_wave(schedule, new_bytes, acquire_bytes, release_bytes)
     waves = max(schedule.num_waves, 1 if acquires else 0)
     everything: list[int] = []
     for wave in range(waves):
@@ -175,7 +176,10 @@ def build_dag(
 
 
 def _per_wave(
-    schedule: Schedule, new_bytes: IntArray, storage_bytes: dict[StorageKey, tuple[int, int]]
+    schedule: Schedule,
+    new_bytes: IntArray,
+    acquire_bytes: dict[StorageKey, tuple[int, int]],
+    release_bytes: dict[StorageKey, tuple[int, int]],
 ) -> tuple[dict[int, dict[int, int]], dict[int, dict[int, int]]]:
     """wave -> space -> bytes, acquired and released."""
     if schedule.mode == "reversible":
@@ -183,9 +187,12 @@ def _per_wave(
         return ({0: all_new} if all_new else {}), {}
     acquires: dict[int, dict[int, int]] = {}
     releases: dict[int, dict[int, int]] = {}
-    for waves, result in ((schedule.acquire, acquires), (schedule.release, releases)):
+    for waves, sizes, result in (
+        (schedule.acquire, acquire_bytes, acquires),
+        (schedule.release, release_bytes, releases),
+    ):
         for key, wave in waves.items():
-            space, num_bytes = storage_bytes[key]
+            space, num_bytes = sizes[key]
             at = result.setdefault(wave, {})
             at[space] = at.get(space, 0) + num_bytes
     return acquires, releases

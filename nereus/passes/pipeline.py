@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from nereus.ir.diagnostic import DiagnosticError, Severity
 from nereus.ir.holdings import Topology, join_clusters
 from nereus.ir.plan import Plan
-from nereus.ir.schedule import Schedule
+from nereus.ir.schedule import Schedule, StorageKey
 from nereus.models.memory import check_memory
 from nereus.passes import check as verifier
 from nereus.passes import refusals
@@ -69,7 +69,13 @@ def compile_transition(
     schedule = run("schedule", lambda: _schedule(pipeline, difference, storages, routed, memory, topology, new))
     with instrument.timed("check"):
         dag = build_dag(
-            schedule, life, topology, memory.state.new, memory.state.old, _storage_bytes(schedule, storages, topology)
+            schedule,
+            life,
+            topology,
+            memory.state.new,
+            memory.state.old,
+            _storage_bytes(schedule.acquire, storages, topology, new=True),
+            _storage_bytes(schedule.release, storages, topology, new=False),
         )
         bound = routed.bound
         memory_finding, worst = verifier.check_memory(dag, memory.tight_base, memory.capacity, topology)
@@ -147,17 +153,15 @@ def _schedule(
 
 
 def _storage_bytes(
-    schedule: Schedule, storages: StorageMap, topology: Topology
-) -> dict[tuple[int, str, str, int], tuple[int, int]]:
-    """(space, bytes) of every storage that the schedule names (tight mode)."""
-    found: dict[tuple[int, str, str, int], tuple[int, int]] = {}
-    for keys, is_new in ((schedule.acquire, True), (schedule.release, False)):
-        for key in keys:
-            device, stage, slot, tensor = key
-            fit = storages.fit(stage, slot, device)
-            side = storages.new if is_new else storages.old
-            kind = side[stage].state_set.slot(slot)
-            assert kind is not None
-            space = topology.num_devices + int(topology.node_of[device]) if kind.host else device
-            found[key] = (space, int((fit.new if is_new else fit.old)[tensor]) * kind.element_bytes)
+    keys: Iterable[StorageKey], storages: StorageMap, topology: Topology, *, new: bool
+) -> dict[StorageKey, tuple[int, int]]:
+    """(space, bytes) of new or of old storages (tight mode). One key may name both: a storage that changes its size."""
+    found: dict[StorageKey, tuple[int, int]] = {}
+    for device, stage, slot, tensor in keys:
+        fit = storages.fit(stage, slot, device)
+        kind = (storages.new if new else storages.old)[stage].state_set.slot(slot)
+        assert kind is not None
+        space = topology.num_devices + int(topology.node_of[device]) if kind.host else device
+        numel = int((fit.new if new else fit.old)[tensor])
+        found[device, stage, slot, tensor] = (space, numel * kind.element_bytes)
     return found
