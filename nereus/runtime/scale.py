@@ -56,6 +56,8 @@ def parse_scale(text: str) -> Scale | str:
 
 def scale_plans(plans: Sequence[Plan], scale: Scale | str) -> tuple[Plan, ...]:
     """Every plan with smaller models, each model shrunk in the same way in all of them."""
+    if isinstance(scale, str) and scale not in ("auto", "none"):
+        raise ValueError(f"a scale is 'auto', 'none' or a Scale, not {scale!r}")
     if scale == "none":
         return tuple(plans)
     if isinstance(scale, str):
