@@ -55,8 +55,8 @@ class _Emitter:
         sends: list[list[Message]] = [[] for _ in range(num_waves)]
         receives: list[list[Message]] = [[] for _ in range(num_waves)]
         ready = self._messages(sends, receives)
-        self._local_copies(copies, derives, ready)
         self._derives(derives, ready)
+        self._local_copies(copies, derives, ready)
         acquire: list[list[int]] = [[] for _ in range(num_waves)]
         release: list[list[int]] = [[] for _ in range(num_waves)]
         commit: list[int] = []
@@ -167,12 +167,15 @@ class _Emitter:
         ]
 
     def _new_local(self, table: AtomTable, place: int) -> list[tuple[_Local, int]]:
+        """New state sets of this device with the table's slots at ``place``: one that derives weights first, since
+        the others copy from those before them."""
         geometry = self.transition.geometry_of(table)
-        return [
+        found = [
             (self.new[geometry.new_sets[group.state_set].stage], number)
             for number, group in enumerate(table.new_groups)
             if place in group.places and geometry.new_sets[group.state_set].stage in self.new
         ]
+        return sorted(found, key=lambda entry: entry[0].shares.state_set.slot("master") is None)
 
     def _held(self, table: AtomTable, group: int, old_side: bool) -> Intervals:
         classes = table.class_holders if old_side else table.class_wanters
@@ -183,7 +186,8 @@ class _Emitter:
     # ----------------------------------------------------------------------------------------------------------
 
     def _messages(self, sends: list[list[Message]], receives: list[list[Message]]) -> dict[tuple[str, str, int], int]:
-        """One message per (peer, wave, direction). Returns the last wave in which each new storage receives."""
+        """One message per (peer, wave, direction). Returns the last wave in which each new storage receives;
+        ``_derives`` adds when weights are derived."""
         outgoing: dict[tuple[int, int], list[tuple[int, Move]]] = {}
         incoming: dict[tuple[int, int], list[tuple[int, Move]]] = {}
         schedule = self.transition.schedule
@@ -303,18 +307,21 @@ class _Emitter:
         ready: dict[tuple[str, str, int], int],
         source_slot: str | None = None,
     ) -> None:
-        """One copy per wave: that in which the target is there and the source complete."""
+        """One copy per wave: that in which the target is there and the source complete. Old storages are from the
+        start."""
         schedule = self.transition.schedule
         by_wave: dict[int, list[int]] = {}
+        derived: dict[tuple[str, str, int], int] = {}
         tensors = cells.tensor[region.cell].tolist()
         for row, tensor in enumerate(tensors):
             target_key = self.keys[target.ids[slot, tensor]]
-            source_key = self.keys[source.ids[source_slot or slot, tensor]]
-            wave = max(
-                schedule.acquire.get((self.device, *target_key), 0),
-                schedule.acquire.get((self.device, *source_key), 0),
-                ready.get(source_key, 0),
-            )
+            source_id = source.ids[source_slot or slot, tensor]
+            source_key = self.keys[source_id]
+            wave = schedule.acquire.get((self.device, *target_key), 0)
+            if self.storages[source_id].role == "new":
+                wave = max(wave, schedule.acquire.get((self.device, *source_key), 0), ready.get(source_key, 0))
+            if source_slot is not None:
+                derived[target_key] = max(derived.get(target_key, 0), wave)
             by_wave.setdefault(wave, []).append(row)
         for wave, rows in sorted(by_wave.items()):
             part = Intervals(region.cell[rows], region.start[rows], region.stop[rows])
@@ -325,6 +332,8 @@ class _Emitter:
                     cast=source_slot is not None,
                 )
             )
+        for key, wave in derived.items():
+            ready[key] = max(ready.get(key, 0), wave)
 
     def _derives(self, derives: list[list[LocalCopy]], ready: dict[tuple[str, str, int], int]) -> None:
         """Weights that no one sends, from the master of the same place: wanted, not held here before, derivable."""
