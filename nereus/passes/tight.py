@@ -9,6 +9,7 @@ cycle through the spares); with less it refuses and names the space that is full
 from __future__ import annotations
 
 import itertools
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -78,6 +79,10 @@ def tight_schedule(
 ) -> Schedule | Stuck:
     moves = split_by_storage(routed, diff)
     units, readers, old_bytes = _units(diff, storages, moves, topology)
+    targets: list[list[StorageKey]] = [[] for _ in moves]
+    for unit in units.values():
+        for number in unit.moves:
+            targets[number].append(unit.key)
     free = (memory.capacity - memory.tight_base).tolist()
     acquire: dict[StorageKey, int] = {}
     release: dict[StorageKey, int] = {}
@@ -88,7 +93,7 @@ def tight_schedule(
     idle = [key for key in old_bytes if not waiting.get(key)]
     wave = 0
     while pending or filling or idle:
-        window = _Window(moves, move_wave, wave, window_bytes, topology.num_devices)
+        window = _Window(moves, move_wave, wave, window_bytes, topology.num_devices, targets, acquire)
         progress = bool(idle)
         for unit in filling:
             progress |= window.post(unit)
@@ -174,9 +179,9 @@ def _units(
         slot = table.slots[move.slots[0]] if move.slots else table.slots[0]
         tensor = int(geometry.cells.tensor[move.intervals.cell[0]])
         src, dst = move.src % num_devices, move.dst % num_devices
-        targets = [units.get((dst, s.stage, slot, tensor)) for s in geometry.new_sets if s.stage in new_stages]
-        for unit in targets:
-            if unit is None:
+        for state_set in geometry.new_sets:
+            unit = units.get((dst, state_set.stage, slot, tensor))
+            if unit is None or (unit.space >= num_devices) != (move.dst >= num_devices):
                 continue
             unit.moves.append(number)
             if not move.after:
@@ -193,9 +198,19 @@ def _units(
 class _Window:
     """One wave's windows: how much every device sends and receives in it."""
 
-    def __init__(self, moves: list[Move], move_wave: list[int], wave: int, window_bytes: int, num_devices: int) -> None:
+    def __init__(
+        self,
+        moves: list[Move],
+        move_wave: list[int],
+        wave: int,
+        window_bytes: int,
+        num_devices: int,
+        targets: list[list[StorageKey]],
+        acquired: Container[StorageKey],
+    ) -> None:
         self.moves, self.move_wave, self.wave = moves, move_wave, wave
         self.window_bytes, self.num_devices = window_bytes, num_devices
+        self.targets, self.acquired = targets, acquired
         self.sent: dict[int, int] = {}
         self.received: dict[int, int] = {}
 
@@ -205,10 +220,12 @@ class _Window:
         return not unit.moves or any(self._fits(number) for number in unit.moves)
 
     def post(self, unit: _Unit) -> bool:
-        """Puts every move of ``unit`` that fits into this wave; whether there was one."""
+        """Puts every move of ``unit`` that fits into this wave; whether there was one. A move that fills storages of
+        several state sets of a place waits for all of them."""
         posted = False
         for number in unit.moves:
-            if self.move_wave[number] < 0 and self._fits(number):
+            there = all(key in self.acquired for key in self.targets[number])
+            if there and self.move_wave[number] < 0 and self._fits(number):
                 move = self.moves[number]
                 if move.link != LOCAL:
                     src, dst = move.src % self.num_devices, move.dst % self.num_devices
