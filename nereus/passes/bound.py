@@ -41,11 +41,14 @@ def bounds(diff: Diff, links: Links) -> Bounds:
             holder_nodes[key] = frozenset(links.node(p) for p in holders)
         inside = demand.node in holder_nodes[key]
         near = [p for p in holders if links.node(p) == demand.node] if inside else []
-        arriving = demand.wanters
-        if demand.wanters[0] >= links.num_devices:  # host memory is one space for all processes of the node
-            arriving = () if any(p >= links.num_devices for p in near) else demand.wanters[:1]
-        for wanter in arriving:
-            moved += demand.num_bytes
+        # Host memory is one space for all processes of the node: bytes arrive there once, through any of their links.
+        hosts = [p for p in demand.wanters if p >= links.num_devices]
+        if hosts and any(p >= links.num_devices for p in near):
+            hosts = []
+        moved += demand.num_bytes if hosts else 0
+        alone = hosts if len(hosts) == 1 else []
+        for wanter in (*(p for p in demand.wanters if p < links.num_devices), *alone):
+            moved += demand.num_bytes if wanter < links.num_devices else 0
             # The cheapest way in: from the own node where it has or takes in a copy, else the slower of port and NIC.
             rate = links.intra[demand.node] if wanter < links.num_devices else links.pcie[demand.node]
             gpu_in[wanter % links.num_devices] += demand.num_bytes * min(rate, links.pcie[demand.node])

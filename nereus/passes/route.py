@@ -165,24 +165,25 @@ class _Router:
 
     def _route(self, demand: Demand) -> None:
         """Wanters in one host memory are one: they take the pieces in turns and copy the others' from each other."""
-        wanters = demand.wanters
+        gpus = tuple(place for place in demand.wanters if place < self.links.num_devices)
+        hosts = demand.wanters[len(gpus) :]  # ascending: host places follow the GPUs
         pieces = self._pieces(demand)
-        if len(wanters) == 1 or self.links.link(wanters[0], wanters[1]) != LOCAL:
+        if len(hosts) < 2:
             for number, piece in pieces:
                 self._route_piece(demand, number, piece)
             return
-        taken: list[list[Intervals]] = [[] for _ in wanters]
-        arrived: list[list[int]] = [[] for _ in wanters]
+        taken: list[list[Intervals]] = [[] for _ in hosts]
+        arrived: list[list[int]] = [[] for _ in hosts]
         for turn, (number, piece) in enumerate(pieces):
-            at = turn % len(wanters)
+            at = turn % len(hosts)
             start = len(self.moves)
-            self._route_piece(replace(demand, wanters=(wanters[at],)), number, piece)
+            self._route_piece(replace(demand, wanters=(*gpus, hosts[at])), number, piece)
             taken[at].append(piece)
-            arrived[at] += range(start, len(self.moves))
-        for at, source in enumerate(wanters):
+            arrived[at] += (i for i in range(start, len(self.moves)) if self.moves[i].dst == hosts[at])
+        for at, source in enumerate(hosts):
             if taken[at]:
                 region = union(taken[at])
-                for other in wanters:
+                for other in hosts:
                     if other != source:
                         self._add(source, other, demand.table, region, tuple(arrived[at]))
 
