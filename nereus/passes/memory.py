@@ -101,12 +101,17 @@ class Memory:
                     starting[device] += running
                 lasting[device] += stays
         sent, received = np.zeros(num_devices, dtype=np.int64), np.zeros(num_devices, dtype=np.int64)
+        # A move larger than the window travels alone: then it, not the window, is what a wave stages.
+        out_window, in_window = np.full_like(sent, self.window_bytes), np.full_like(sent, self.window_bytes)
         for move in routed.moves:
             if move.link == LOCAL:
                 continue
-            sent[move.src % num_devices] += move.num_bytes
-            received[move.dst % num_devices] += move.num_bytes
-        staging = np.minimum(sent, self.window_bytes) + np.minimum(received, self.window_bytes)
+            src, dst = move.src % num_devices, move.dst % num_devices
+            sent[src] += move.num_bytes
+            received[dst] += move.num_bytes
+            out_window[src] = max(out_window[src], move.num_bytes)
+            in_window[dst] = max(in_window[dst], move.num_bytes)
+        staging = np.minimum(sent, out_window) + np.minimum(received, in_window)
         at_boundary = state.kept + state.old + before
         transfer = at_boundary + lasting + spaces(staging)
         capacity = np.array(
