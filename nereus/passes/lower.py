@@ -126,7 +126,7 @@ def _primitives(old: Plan, before: Stage, after: Stage, lost: set[str]) -> tuple
             Primitive(kind="reshape", count=after.num_emus, before=old_layout, after=new_layout, devices=after.ranks)
         )
     if common is None:
-        common = new_layout if reshaped else (gcd(*(before.tp, after.tp)), gcd(before.pp, after.pp))
+        common = gcd(before.tp, after.tp), gcd(before.pp, after.pp)
     unit = common[0] * common[1]
     old_units, new_units = len(before.ranks) // unit, len(after.ranks) // unit
     if old_layout != common:
