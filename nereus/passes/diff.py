@@ -69,7 +69,7 @@ def diff(old: Holdings, new: Holdings, topology: Topology) -> Diff:
         geometry = model_geometry(old_sets, new_sets)
         geometries.append(geometry)
         for slots in slot_groups(old_sets, new_sets):
-            tables.append(build_atoms(geometry, topology, model, slots, derive=slots == ("weight",)))
+            tables.append(build_atoms(geometry, topology, model, slots, derive=derivable(slots, old_sets)))
             geometry_of.append(len(geometries) - 1)
     demands: list[Demand] = []
     lost: list[LostState] = []
@@ -109,6 +109,12 @@ def diff(old: Holdings, new: Holdings, topology: Topology) -> Diff:
         kept_bytes=kept,
         derived_bytes=derived,
     )
+
+
+def derivable(slots: tuple[str, ...], old_sets: tuple[StateSet, ...]) -> bool:
+    """Whether ``slots`` are the weights and masters arrive to derive them from: a master that nothing held before is
+    itself made from the weights."""
+    return slots == ("weight",) and any(s.slot("master") is not None for s in old_sets)
 
 
 def slot_groups(old_sets: tuple[StateSet, ...], new_sets: tuple[StateSet, ...]) -> list[tuple[str, ...]]:

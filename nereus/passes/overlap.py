@@ -10,7 +10,7 @@ import numpy as np
 from nereus.ir.holdings import Holdings, StateSet, Topology
 from nereus.ir.layout import BoolArray, IntArray
 from nereus.passes.atoms import AtomTable, build_atoms, model_geometry
-from nereus.passes.diff import slot_groups
+from nereus.passes.diff import derivable, slot_groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ def overlap(old: Holdings, new_set: StateSet, topology: Topology) -> Overlap | N
     partly_derived = np.zeros(len(rank_device), dtype=np.int64)
     tables: list[TableOverlap] = []
     for slots in slot_groups(old_sets, (new_set,)):
-        table = build_atoms(geometry, topology, new_set.model, slots, derive=slots == ("weight",))
+        table = build_atoms(geometry, topology, new_set.model, slots, derive=derivable(slots, old_sets))
         in_host = new_set.slots[[s.name for s in new_set.slots].index(slots[0])].host
         tables.append(_add_table(table, topology, in_host, row_of, rank_of_device, saved, wanted, partly_derived))
     return Overlap(devices=devices, saved=saved, wanted=wanted, partly_derived=partly_derived, tables=tuple(tables))
