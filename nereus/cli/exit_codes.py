@@ -40,15 +40,19 @@ MEANINGS: dict[ExitCode, str] = {
 
 _INFEASIBLE_PREFIXES = ("NRS4", "NRS5")
 _INTERNAL_PREFIX = "NRS9"
+#: A file that is no saved transition is faulty input; one that does not hold any more is stale.
+_FILE_PREFIX, _STALE_PREFIX = "NRS550", "NRS551"
 
 
 def for_diagnostics(diagnostics: Iterable[Diagnostic]) -> ExitCode:
-    """Only errors count; among them a bug of ours weighs most, then faulty input, then infeasible."""
+    """Only errors count; among them a bug of ours weighs most, then stale, then faulty input, then infeasible."""
     codes = [d.code for d in diagnostics if d.severity.value == "error"]
     if not codes:
         return ExitCode.OK
     if any(code.startswith(_INTERNAL_PREFIX) for code in codes):
         return ExitCode.INTERNAL
-    if all(code.startswith(_INFEASIBLE_PREFIXES) for code in codes):
+    if any(code.startswith(_STALE_PREFIX) for code in codes):
+        return ExitCode.STALE
+    if all(code.startswith(_INFEASIBLE_PREFIXES) and not code.startswith(_FILE_PREFIX) for code in codes):
         return ExitCode.INFEASIBLE
     return ExitCode.INPUT_ERROR

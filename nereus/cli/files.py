@@ -31,17 +31,22 @@ def read_text(path: str) -> str:
 
 
 def write_text(path: str, text: str) -> None:
+    """``write_bytes`` in UTF-8."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str, data: bytes) -> None:
     """Replace ``path`` as a whole, keeping its mode; a crash leaves the old file. CommandError if that fails."""
     target = os.path.realpath(path)
     temporary = ""
     try:
         if os.path.exists(target) and not os.path.isfile(target):  # a device, or a folder, which then fails
-            with open(target, "w", encoding="utf-8") as file:
-                file.write(text)
+            with open(target, "wb") as file:
+                file.write(data)
             return
         handle, temporary = tempfile.mkstemp(prefix=".nereusc-", dir=os.path.dirname(target))
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
         if os.path.exists(target):
             shutil.copymode(target, temporary)
         else:

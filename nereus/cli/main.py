@@ -26,8 +26,12 @@ PROGRAM = "nereusc"
 COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("check", "say everything that is wrong with plans, and what memory each GPU needs"),
     "fmt": ("fmt", "rewrite plans in the standard form; comments stay"),
+    "diff": ("diff", "what going from one plan to another moves, costs and risks"),
+    "compile": ("compile", "save what going from one plan to another does, as a file"),
+    "show": ("show", "show a saved transition, if it still holds"),
     "import": ("import_", "make a plan from the configuration of a training framework"),
     "run": ("run", "carry out a change between plans on real tensors on this machine, and check every element"),
+    "passes": ("passes", "list the passes of the compiler, their options and the pipeline"),
     "explain": ("explain", "cause, example and cure of a message"),
     "doctor": ("doctor", "what works on this machine, and what would enable the rest"),
     "version": ("version", "version of nereusc and of what it runs on"),

@@ -17,7 +17,7 @@ class CodeEntry:
     title: str
     cause: str
     example: Mapping[str, str]
-    command: str = "check"  # check | diff | import | run
+    command: str = "check"  # check | diff | show | import | run
     fix: str
     #: File that the command is given when it is not the first.
     compiles: str | None = None
