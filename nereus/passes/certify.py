@@ -8,6 +8,7 @@ from nereus.ir.layout import IntArray
 from nereus.ir.plan import Plan
 from nereus.ir.schedule import Schedule
 from nereus.ir.transition import HOST, INTER, INTRA, LOCAL, Certificate
+from nereus.passes.best import Best, best_of_all
 from nereus.passes.bound import Bounds
 from nereus.passes.check import Finding
 from nereus.passes.dag import Dag
@@ -71,20 +72,18 @@ def certify(
     setup = max(life.seconds("engine-start"), life.seconds("spawn")) + life.seconds("build-groups")
     drain = 0.0 if nothing else drain_s(new, life)
     commit = 0.0 if nothing else commit_s(len({d for s in new.owners() for d in s.ranks}))
-    best_moved = min(bound.moved_bytes, sum(c.best_moved_bytes for c in placed.choices))
-    best_node_in = [sum(c.best_node_in_bytes[n] for c in placed.choices) for n in range(len(topology.nodes))]
+    best = best_of_all(placed.choices, difference.new, len(topology.nodes))
     bound_node_in = max(bound.node_in_bytes, default=0)
-    best_transfer = _best_transfer_s(placed, routed, best_node_in)
     phase = "during the transfer" if tight and int(worst[space]) == int(peak[space]) else memory.peak_phase(space)
     first_release = min(schedule.release.values(), default=None)
     return Certificate(
         mode="none" if nothing else schedule.mode,
         moved_bytes=moved,
         bound_moved_bytes=bound.moved_bytes,
-        best_bound_moved_bytes=best_moved,
+        best_bound_moved_bytes=min(bound.moved_bytes, best.moved_bytes),
         node_in_bytes_max=max(node_in, default=0),
         bound_node_in_bytes_max=bound_node_in,
-        best_bound_node_in_bytes_max=min(bound_node_in, max(best_node_in, default=0)),
+        best_bound_node_in_bytes_max=min(bound_node_in, max(best.node_in_bytes, default=0)),
         peak_bytes_max=int(peak[space]),
         bound_peak_bytes_max=bound_peak,
         best_bound_peak_bytes_max=min(bound_peak, least_peak),
@@ -93,7 +92,7 @@ def certify(
         capacity_bytes=int(memory.capacity[space]),
         transfer_s=schedule.transfer_s,
         bound_transfer_s=bound.transfer_s,
-        best_bound_transfer_s=min(bound.transfer_s, best_transfer),
+        best_bound_transfer_s=min(bound.transfer_s, _best_transfer_s(best, routed)),
         drain_s=drain,
         setup_s=setup,
         commit_s=commit,
@@ -114,14 +113,10 @@ def certify(
     )
 
 
-def _best_transfer_s(placed: Placed, routed: Routed, best_node_in: Sequence[int]) -> float:
+def _best_transfer_s(best: Best, routed: Routed) -> float:
     links = routed.links
-    seconds = [num_bytes * links.nic[node] for node, num_bytes in enumerate(best_node_in)]
-    per_device: dict[int, int] = {}
-    for choice in placed.choices:
-        for device, num_bytes in choice.best_device_in_bytes:
-            per_device[device] = per_device.get(device, 0) + num_bytes
-    for device, num_bytes in per_device.items():
+    seconds = [num_bytes * links.nic[node] for node, num_bytes in enumerate(best.node_in_bytes)]
+    for device, num_bytes in best.device_in_bytes:
         node = links.node_of[device]
         seconds.append(num_bytes * min(links.intra[node], links.pcie[node]))
     return max(seconds, default=0.0)
