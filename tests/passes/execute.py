@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+from passes.interpreter import Interpreter, Outcome
+from passes.oracle import Ids, Key, State, Truth, Universe, dropped, living, truth
 
 from nereus.ir.diagnostic import DiagnosticError
 from nereus.ir.plan import Plan
@@ -16,8 +18,6 @@ from nereus.passes.pipeline import compile_transition
 from nereus.passes.place import pin
 from nereus.passes.route import Route
 from nereus.passes.schedule import ListSchedule
-from passes.interpreter import Interpreter, Outcome
-from passes.oracle import Ids, Key, State, Truth, Universe, dropped, living, truth
 
 
 def pipeline(piece: int = 96, stripe: int = 16, window: int = 256, mode: str = "auto") -> Pipeline:
@@ -116,9 +116,7 @@ def _check_peaks(transition: Transition, outcome: Outcome) -> None:
         at = number[space]  # type: ignore[index]
         processes = life.before_bytes[at] + int(lasting[at]) if at < topology.num_devices else 0
         if transition.schedule.mode == "tight":
-            acquired = sum(
-                int(transition.dag.acquired[i]) for i in np.flatnonzero(transition.dag.space == at).tolist()
-            )
+            acquired = sum(int(transition.dag.acquired[i]) for i in np.flatnonzero(transition.dag.space == at).tolist())
             allowed = int(memory.tight_base[at]) + acquired
             allowed = min(allowed, int(memory.capacity[at]))
         else:

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+from passes.oracle import Ids, Key
 
 from nereus.ir.cluster import Device
 from nereus.ir.program import LocalCopy, Message, Program, StorageSpec
 from nereus.ir.units import DTYPE_BYTES
-from passes.oracle import Ids, Key
 
 UNWRITTEN = -1
 #: A memory space: a device, or a node's name for its host memory.
@@ -49,7 +49,9 @@ class _Rank:
 
 
 class Interpreter:
-    def __init__(self, programs: Mapping[Device, Program], before: Mapping[Key, Ids], weight_of: Ids, seed: int) -> None:
+    def __init__(
+        self, programs: Mapping[Device, Program], before: Mapping[Key, Ids], weight_of: Ids, seed: int
+    ) -> None:
         self.random = random.Random(seed)
         self.weight_of = weight_of
         self.ranks = {device: _Rank(program) for device, program in programs.items()}

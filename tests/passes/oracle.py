@@ -82,7 +82,9 @@ def rank_share(stage: Stage, arch: Arch, head: str, slot: str, coord: dict[str, 
             sharded_rows = _local_rows(tensor, arch, stage.tp)
             chunk = -(-sharded_rows // shards)
             width = len(part) // sharded_rows
-            result[tensor.name] = part[min(mine * chunk, sharded_rows) * width : min((mine + 1) * chunk, sharded_rows) * width]
+            result[tensor.name] = part[
+                min(mine * chunk, sharded_rows) * width : min((mine + 1) * chunk, sharded_rows) * width
+            ]
         return result
     if stage.zero >= 3:
         return {name: _equal_range(part, shards, mine) for name, part in local.items()}
@@ -189,12 +191,12 @@ class State:
                 for slot in stage.slots:
                     share = rank_share(host, model.arch, model.head, slot.name, coord)
                     ids = {
-                        name: universe.first[model.name, slot.name, name] + flat for name, flat in share.items() if len(flat)
+                        name: universe.first[model.name, slot.name, name] + flat
+                        for name, flat in share.items()
+                        if len(flat)
                     }
                     derives = slot.name == "weight" and lies.get("master") == lies["weight"]
-                    self.copies.append(
-                        Copy(stage.name, host.name, rank, slot.name, lies[slot.name], ids, derives)
-                    )
+                    self.copies.append(Copy(stage.name, host.name, rank, slot.name, lies[slot.name], ids, derives))
 
     @cached_property
     def storages(self) -> dict[Key, Ids]:
@@ -237,7 +239,7 @@ def truth(old: State, new: State) -> Truth:
     before = {place: mask for place, mask in old.places().items() if place[0].node in alive}
     wanted = new.places()
     fresh = _fresh(old, new)
-    derivable = {place: _derivable(new, place) & ~fresh for place in wanted}
+    derivable = {place: _derivable(new, place, fresh) for place in wanted}
     anywhere = np.zeros(universe.numel, dtype=bool)
     for mask in before.values():
         anywhere |= mask
@@ -268,15 +270,16 @@ def truth(old: State, new: State) -> Truth:
     return Truth(moved, node_in, lost, fresh & np.logical_or.reduce([*wanted.values(), nothing]), derived)
 
 
-def _derivable(new: State, place: Place) -> Mask:
-    """Weight elements whose master lies at ``place`` in the new plan, in a copy that keeps both there."""
+def _derivable(new: State, place: Place, fresh: Mask) -> Mask:
+    """Weight elements whose master arrives at ``place``, in a copy that keeps both there. A fresh master is made from
+    the weights, so they cannot be made from it."""
     universe = new.universe
     mask = np.zeros(universe.numel, dtype=bool)
     ranks = {(c.stage, c.rank) for c in new.copies if c.derives and (new.ranks[c.stage][c.rank], c.in_host) == place}
     for c in new.copies:
         if c.slot == "master" and (c.stage, c.rank) in ranks:
             for ids in c.tensors.values():
-                mask[universe.weight_of[ids]] = True
+                mask[universe.weight_of[ids[~fresh[ids]]]] = True
     return mask
 
 

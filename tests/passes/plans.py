@@ -120,8 +120,13 @@ def device_sets(draw: st.DrawFn, available: tuple[Device, ...], most: int = 16) 
 def clusters(draw: st.DrawFn, first: int = 0, most: int = 16) -> Cluster:
     nodes: list[Node] = []
     for number in range(draw(st.integers(1, 4))):
-        size = draw(st.sampled_from([2, 4, 8, 3]))
-        if sum(n.num_gpus for n in nodes) + size <= most:
+        room = most - sum(n.num_gpus for n in nodes)
+        size = (
+            draw(st.sampled_from([2, 4, 8, 3]))
+            if nodes
+            else draw(st.sampled_from([s for s in (2, 4, 8, 3) if s <= room]))
+        )
+        if size <= room:
             nodes.append(node(f"n{first + number}", size, nic=draw(st.sampled_from([25e9, 200e9, 2e9]))))
     return Cluster(nodes=tuple(nodes))
 
@@ -132,7 +137,7 @@ def changed_clusters(draw: st.DrawFn, old: Cluster) -> Cluster:
     change = draw(st.sampled_from(["same", "same", "grow", "lose", "replace"]))
     used = sum(n.num_gpus for n in old.nodes)
     if change == "grow" and used < 16:
-        more = draw(clusters(first=10, most=16 - used))
+        more = draw(clusters(first=10, most=max(2, 16 - used)))
         return Cluster(nodes=(*old.nodes, *more.nodes))
     if change == "lose" and len(old.nodes) > 1:
         lost = draw(st.sampled_from(old.nodes))
@@ -159,8 +164,12 @@ def plans(draw: st.DrawFn, on: Cluster, archs: tuple[Arch, Arch], mode: str, *, 
         settings = {"idle": draw(st.sampled_from(["resident", "resident", "offload"]))}
         engine = stage(actor, "generate", engine_devices, **draw(layouts(actor.arch, len(engine_devices), train=False)))
         chosen.append(replace(engine, **settings))  # type: ignore[arg-type]
-    owner = draw(trained(actor, available))
-    own_copy = rich and draw(st.integers(0, 5)) == 0
+    if draw(st.integers(0, 9)):
+        owner = draw(trained(actor, available))
+    else:  # not trained yet, or no more
+        devices = draw(device_sets(available))
+        owner = stage(actor, "infer", devices, **draw(layouts(actor.arch, len(devices), train=False)))
+    own_copy = rich and owner.is_train and draw(st.integers(0, 5)) == 0
     if own_copy:
         devices = draw(device_sets(available))
         idle = draw(st.sampled_from(["resident", "offload"]))
@@ -183,9 +192,7 @@ def plans(draw: st.DrawFn, on: Cluster, archs: tuple[Arch, Arch], mode: str, *, 
         else:
             devices = draw(device_sets(available))
             idle = draw(st.sampled_from(["resident", "offload", "discard"]))
-            chosen.append(
-                stage(ref, "infer", devices, **draw(layouts(ref.arch, len(devices), train=False)), idle=idle)
-            )
+            chosen.append(stage(ref, "infer", devices, **draw(layouts(ref.arch, len(devices), train=False)), idle=idle))
     workload = replace(WORKLOAD, mode=mode)
     return Plan(cluster=on, models=tuple(models.values()), workload=workload, stages=tuple(chosen))
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from hypothesis import event, given
 from hypothesis import strategies as st
-
-from nereus.ir.plan import Plan
 from passes.execute import check_transition, compile_or_confirm, pipeline
 from passes.plans import pairs
 from passes.profiles import examples
+
+from nereus.ir.plan import Plan
 
 OPTIONS = st.builds(
     pipeline,
