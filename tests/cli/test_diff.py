@@ -103,6 +103,16 @@ def test_text_of_an_overlapping_change(nereusc):
     assert "overlap-before.plan would fit too" in block(ran.stdout, "fits at 4k")
 
 
+def test_a_drain_is_explained(nereusc, tmp_path: Path):
+    for name in ("overlap-before.plan", "overlap-after.plan"):
+        (tmp_path / name).write_text(Path(name).read_text().replace("  partial = true", ""))
+    ran = nereusc("diff", str(tmp_path / "overlap-before.plan"), str(tmp_path / "overlap-after.plan"))
+    assert ran.code == 0, ran.stderr
+    stop = block(ran.stdout, "training stops")
+    assert re.search(r"= drain [1-9]", stop)
+    assert "drain: responses in flight where engines change are finished first" in stop
+
+
 def test_text_of_a_tight_swap(nereusc):
     ran = nereusc("diff", "swap-full.plan", "swap-full-new.plan")
     assert ran.code == 0, ran.stderr

@@ -186,6 +186,12 @@ class _Writer:
         parts.append(f"verify, commit {_seconds(certificate.commit_s)}")
         total = f"{_seconds(certificate.downtime_s)} s"
         yield self._entry("training stops", f"{glue(total)} = {' + '.join(glue(part) for part in parts)}")
+        if certificate.drain_s:
+            yield self._entry(
+                "",
+                "drain: responses in flight where engines change are finished first; with inflight = resume or drop, "
+                "or with partial rollouts, nothing waits",
+            )
         for kind, name in (("engine-start", "engines start"), ("spawn", "processes start")):
             if life.seconds(kind):
                 why = facts.no_room(self.transition, kind)
