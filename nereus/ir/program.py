@@ -90,8 +90,8 @@ class Message:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wave:
     """In this order: acquire; copies; post all receives and sends and wait for them; unpack and verify every message;
-    derives; and, where ``release`` is used on any device (tight mode), agree with all devices that the wave was
-    verified, then release."""
+    derives; and, in tight mode, agree with all devices that the wave was verified, then release. What one process
+    releases of a node's host memory, the others may count on after the next wave's agreement."""
 
     acquire: tuple[int, ...] = ()
     copies: tuple[LocalCopy, ...] = ()

@@ -108,6 +108,7 @@ def build_dag(
     acquires, releases = _per_wave(schedule, new_bytes, acquire_bytes, release_bytes)
     waves = max(schedule.num_waves, 1 if acquires else 0)
     everything: list[int] = []
+    host_releases: dict[int, list[tuple[int, int]]] = {}  # space -> (wave, release)
     for wave in range(waves):
         moves = by_wave[wave] if wave < len(by_wave) else []
         devices = {m % num_devices for n in moves for m in (schedule.moves[n].src, schedule.moves[n].dst)}
@@ -115,7 +116,8 @@ def build_dag(
         spaces = acquires.get(wave, {})
         for space in sorted(spaces):  # acquire ops of spaces: device posts, or one op for host memory
             owner = space if space < num_devices else -1 - space
-            before = (*open_moves.pop(owner, []), last.get(owner, ready))
+            gone = [op for at, op in host_releases.get(space, ()) if at + 2 <= wave]
+            before = (*open_moves.pop(owner, []), last.get(owner, ready), *gone)
             posts[owner] = build.op(
                 POST, device=max(owner, -1), wave=wave, space=space, acquired=spaces[space], after=before
             )
@@ -144,15 +146,24 @@ def build_dag(
             agreed = build.op(POST, wave=wave, after=tuple(dict.fromkeys((*everything, *posts.values()))) or (ready,))
             everything = []
             for space in sorted(freed):
-                owner = space if space < num_devices else -1 - space
-                last[owner] = build.op(
-                    RELEASE, device=max(owner, -1), wave=wave, space=space, released=freed[space], after=(agreed,)
+                done = build.op(
+                    RELEASE,
+                    device=space if space < num_devices else -1,
+                    wave=wave,
+                    space=space,
+                    released=freed[space],
+                    after=(agreed,),
                 )
+                if space < num_devices:
+                    last[space] = done
+                else:  # the other processes of the node know at the next wave's agreement
+                    host_releases.setdefault(space, []).append((wave, done))
             for owner in set(last) | {s if s < num_devices else -1 - s for w in acquires.values() for s in w}:
-                if owner not in {s if s < num_devices else -1 - s for s in freed}:
+                if owner not in freed:
                     last[owner] = agreed
             open_moves.clear()
-    commit = build.op(COMMIT, after=tuple(dict.fromkeys((ready, *everything, *last.values()))))
+    released = [op for found in host_releases.values() for _, op in found]
+    commit = build.op(COMMIT, after=tuple(dict.fromkeys((ready, *everything, *last.values(), *released))))
     ends = [commit]
     if schedule.mode == "reversible":
         for space in np.flatnonzero(old_bytes).tolist():

@@ -91,10 +91,14 @@ def tight_schedule(
     pending = sorted(units.values(), key=lambda u: (u.key[3], u.key[2] == "weight", u.key[2], u.key[0], u.key[1]))
     filling: list[_Unit] = []  # acquired, some moves still to come
     idle = [key for key in old_bytes if not waiting.get(key)]
+    # A process releases after the wave's agreement; the others of its node know at the next one. What leaves host
+    # memory in wave w is therefore theirs in wave w + 2.
+    leaving: list[tuple[int, int]] = []
     wave = 0
     while pending or filling or idle:
         window = _Window(moves, move_wave, wave, window_bytes, topology.num_devices, targets, acquire)
-        progress = bool(idle)
+        progress = bool(idle or leaving)
+        arriving, leaving = leaving, []
         for unit in filling:
             progress |= window.post(unit)
         left: list[_Unit] = []
@@ -121,7 +125,12 @@ def tight_schedule(
             if key not in release:
                 release[key] = wave
                 space, num_bytes = old_bytes[key]
-                free[space] += num_bytes
+                if space < topology.num_devices:
+                    free[space] += num_bytes
+                else:
+                    leaving.append((space, num_bytes))
+        for space, num_bytes in arriving:
+            free[space] += num_bytes
         idle = []
         pending = left
         wave += 1
