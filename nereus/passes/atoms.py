@@ -245,8 +245,11 @@ def build_atoms(
 
 
 def _derives(state_set: StateSet) -> bool:
+    """A half-precision weight is its fp32 master rounded once, by the optimizer step; other pairs are not derivable."""
     weight, master = state_set.slot("weight"), state_set.slot("master")
-    return weight is not None and master is not None and weight.host == master.host
+    if weight is None or master is None or weight.host != master.host:
+        return False
+    return weight.dtype in ("bf16", "fp16") and master.dtype == "fp32"
 
 
 def _derived(refined: Refinement, renumber: IntArray, groups: Sequence[Group], pieces: Pieces) -> dict[int, IntArray]:

@@ -224,20 +224,29 @@ def check_order(dag: Dag, schedule: Schedule) -> Finding:
     )
 
 
-def check_windows(schedule: Schedule, num_devices: int) -> Finding:
-    sent: dict[tuple[int, int], int] = {}
-    received: dict[tuple[int, int], int] = {}
-    largest = 0
-    for move, wave in zip(schedule.moves, schedule.wave, strict=True):
-        if move.link == LOCAL:
-            continue
-        largest = max(largest, move.num_bytes)
-        for loads, place in ((sent, move.src), (received, move.dst)):
-            key = (place % num_devices, wave)
-            loads[key] = loads.get(key, 0) + move.num_bytes
-    worst = max((*sent.values(), *received.values()), default=0)
-    # One storage larger than the window travels alone.
-    limit = max(schedule.window_bytes, largest)
+def check_windows(schedule: Schedule, num_devices: int, staging_bytes: IntArray) -> Finding:
+    """No device posts more per direction and wave than a window (one storage larger than it travels alone), nor more
+    both ways together than the staging that its memory was planned with."""
+    crossing = np.array([m.link != LOCAL for m in schedule.moves], dtype=bool)
+    size = np.array([m.num_bytes for m in schedule.moves], dtype=np.int64)[crossing]
+    wave = np.array(schedule.wave, dtype=np.int64)[crossing]
+    posted = []
+    for ends in ([m.src for m in schedule.moves], [m.dst for m in schedule.moves]):
+        device = np.array(ends, dtype=np.int64)[crossing] % num_devices
+        key, where = np.unique(device * (schedule.num_waves + 1) + wave, return_inverse=True)
+        posted.append((key // (schedule.num_waves + 1), np.bincount(where, weights=size).astype(np.int64)))
+    worst = max((int(load.max(initial=0)) for _, load in posted), default=0)
+    limit = max(schedule.window_bytes, int(size.max(initial=0)))
+    need = np.zeros(num_devices, dtype=np.int64)
+    for device, load in posted:
+        most = np.zeros(num_devices, dtype=np.int64)
+        np.maximum.at(most, device, load)
+        need += most
+    over = np.flatnonzero(need > staging_bytes)
+    if len(over):
+        at = int(over[0])
+        evidence = f"device {at} posts {int(need[at]):,} bytes in a wave with {int(staging_bytes[at]):,} of staging"
+        return Finding(name="windows", holds=False, evidence=evidence)
     return Finding(
         name="windows",
         holds=worst <= limit,
@@ -247,17 +256,33 @@ def check_windows(schedule: Schedule, num_devices: int) -> Finding:
 
 def check_bytes(diff: Diff, schedule: Schedule, bound_moved: int) -> Finding:
     """Moves carry what the demands need and no byte more, recounted from the intervals."""
-    moved = 0
-    for move in schedule.moves:
-        table = diff.tables[move.table]
-        width = table.element_bytes if move.slots is None else sum(table.slot_bytes[i] for i in move.slots)
-        numel = int((move.intervals.stop - move.intervals.start).sum())
-        if numel * width != move.num_bytes:
-            return Finding(name="bytes", holds=False, evidence=f"a move says {move.num_bytes} and has {numel * width}")
-        same_node = diff.topology.node_of_place(move.src) == diff.topology.node_of_place(move.dst)
-        if (move.link == INTER) == same_node:
+    moves = schedule.moves
+    if moves:
+        lengths = np.array([len(m.intervals) for m in moves], dtype=np.int64)
+        sizes = np.concatenate([m.intervals.stop - m.intervals.start for m in moves])
+        numel = np.add.reduceat(sizes, np.concatenate(([0], np.cumsum(lengths)[:-1])))
+        tables = diff.tables
+        width = np.array(
+            [
+                tables[m.table].element_bytes
+                if m.slots is None
+                else sum(tables[m.table].slot_bytes[i] for i in m.slots)
+                for m in moves
+            ],
+            dtype=np.int64,
+        )
+        said = np.array([m.num_bytes for m in moves], dtype=np.int64)
+        bad = np.flatnonzero((numel * width != said) | (lengths == 0))
+        if len(bad):
+            at = int(bad[0])
+            evidence = f"move {at} says {int(said[at])} bytes and has {int(numel[at] * width[at])}"
+            return Finding(name="bytes", holds=False, evidence=evidence)
+        node_of, num_devices = diff.topology.node_of, diff.topology.num_devices
+        src = node_of[np.array([m.src for m in moves], dtype=np.int64) % num_devices]
+        dst = node_of[np.array([m.dst for m in moves], dtype=np.int64) % num_devices]
+        if bool(((src != dst) != np.array([m.link == INTER for m in moves], dtype=bool)).any()):
             return Finding(name="bytes", holds=False, evidence="a move's link class disagrees with its nodes")
-        moved += move.num_bytes if move.link != LOCAL else 0
+    moved = sum(m.num_bytes for m in moves if m.link != LOCAL)
     return Finding(
         name="bytes", holds=moved >= bound_moved, evidence=f"{moved:,} bytes move, at least {bound_moved:,} must"
     )

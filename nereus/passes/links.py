@@ -19,6 +19,7 @@ class Links:
         self.intra = [1.0 / min(gpu.intra_bytes_per_s, gpu.intra_peer_bytes_per_s) for gpu in gpus]
         self.pcie = [1.0 / gpu.pcie_bytes_per_s for gpu in gpus]
         self.nic = [1.0 / node.nic_bytes_per_s for node in topology.nodes]
+        self._rates: dict[tuple[int, int], tuple[str, float, float, float]] = {}
 
     def node(self, place: int) -> int:
         return self.node_of[place % self.num_devices]
@@ -36,13 +37,24 @@ class Links:
 
     def port_seconds(self, src: int, dst: int, num_bytes: int) -> tuple[float, float, float]:
         """(source device port, destination device port, both NIC ports) for ``num_bytes`` from ``src`` to ``dst``."""
+        out_rate, in_rate, nic_rate = self.rates(src, dst)[1:]
+        return num_bytes * out_rate, num_bytes * in_rate, num_bytes * nic_rate
+
+    def rates(self, src: int, dst: int) -> tuple[str, float, float, float]:
+        """Link class, and seconds per byte on the three ports; looked up once per pair of places."""
+        key = (src, dst)
+        known = self._rates.get(key)
+        if known is None:
+            known = self._rates[key] = self._find_rates(src, dst)
+        return known
+
+    def _find_rates(self, src: int, dst: int) -> tuple[str, float, float, float]:
         src_node, dst_node = self.node(src), self.node(dst)
         kind = self.link(src, dst)
         if kind == LOCAL:
-            return 0.0, 0.0, 0.0
-        through_host = src >= self.num_devices or dst >= self.num_devices
+            return kind, 0.0, 0.0, 0.0
         if kind == INTER:
-            nic = max(self.nic[src_node], self.nic[dst_node])
-            return num_bytes * self.pcie[src_node], num_bytes * self.pcie[dst_node], num_bytes * nic
+            return kind, self.pcie[src_node], self.pcie[dst_node], max(self.nic[src_node], self.nic[dst_node])
+        through_host = src >= self.num_devices or dst >= self.num_devices
         rate = self.pcie[src_node] if through_host else self.intra[src_node]
-        return num_bytes * rate, num_bytes * rate, 0.0
+        return kind, rate, rate, 0.0

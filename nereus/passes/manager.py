@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, TypeVar
 
-from nereus.passes.memory import Memory
 from nereus.passes.place import Place
 from nereus.passes.route import Route
 from nereus.passes.schedule import ListSchedule
@@ -33,9 +32,16 @@ class Pipeline:
 
     place: Place = field(default_factory=Place)
     route: Route = field(default_factory=Route)
-    memory: Memory = field(default_factory=Memory)
     schedule: ListSchedule = field(default_factory=ListSchedule)
     mode: str = "auto"
+
+    def with_window(self, window_bytes: int) -> Pipeline:
+        """The same with smaller windows, and pieces that fit into them."""
+        return replace(
+            self,
+            route=replace(self.route, piece_bytes=min(self.route.piece_bytes, window_bytes)),
+            schedule=replace(self.schedule, window_bytes=min(self.schedule.window_bytes, window_bytes)),
+        )
 
     def __str__(self) -> str:
         """Text form: passes in order, options that differ from their defaults in braces; parses back."""
@@ -57,7 +63,7 @@ PASSES: Mapping[str, str | None] = {
     "diff": None,
     "lifecycle": None,
     "route": "route",
-    "memory": "memory",
+    "memory": None,
     "schedule": "schedule",
     "emit": None,
     "check": None,

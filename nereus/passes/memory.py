@@ -13,8 +13,8 @@ import numpy as np
 
 from nereus.ir.holdings import Topology
 from nereus.ir.layout import IntArray
+from nereus.ir.plan import Slot
 from nereus.ir.transition import LOCAL
-from nereus.ir.units import MIB
 from nereus.passes.lifecycle import Lifecycle
 from nereus.passes.route import Routed
 from nereus.passes.storages import StorageMap
@@ -37,19 +37,36 @@ def state_bytes(storages: StorageMap, topology: Topology) -> StateBytes:
     num_spaces = topology.num_devices + len(topology.nodes)
     kept, old, new, largest = (np.zeros(num_spaces, dtype=np.int64) for _ in range(4))
     for stage in storages.stages:
+        alike = _slots_alike(storages, stage)
         for device in storages.devices_of(stage):
-            for name, old_slot, new_slot in storages.slots(stage):
+            host = topology.num_devices + int(topology.node_of[device])
+            for name, old_slot, new_slot, old_width, new_width in alike:
                 stay, gone, come, biggest = storages.fit(stage, name, device).totals
-                old_width = old_slot.element_bytes if old_slot is not None else 0
-                new_width = new_slot.element_bytes if new_slot is not None else 0
-                host = topology.num_devices + int(topology.node_of[device])
                 after = host if new_slot is not None and new_slot.host else device
                 before = host if old_slot is not None and old_slot.host else device
                 kept[after] += stay * new_width
                 old[before] += gone * old_width
                 new[after] += come * new_width
-                largest[after] = max(largest[after], biggest * new_width)
+                width = new_slot.element_bytes if new_slot is not None else 0
+                largest[after] = max(largest[after], biggest * width)
     return StateBytes(kept=kept, old=old, new=new, largest_new=largest)
+
+
+def _slots_alike(storages: StorageMap, stage: str) -> list[tuple[str, Slot | None, Slot | None, int, int]]:
+    """One row per kind of slot (master and both moments are one): a name that stands for all, its old and new slot,
+    and the bytes per element of all of them together, before and after."""
+    rows: dict[tuple[object, ...], tuple[str, Slot | None, Slot | None, int, int]] = {}
+    for name, old_slot, new_slot in storages.slots(stage):
+        sides = [slot and (slot.dtype, slot.host) for slot in (old_slot, new_slot)]
+        key = (name == "weight", *sides)
+        old_width = old_slot.element_bytes if old_slot is not None else 0
+        new_width = new_slot.element_bytes if new_slot is not None else 0
+        known = rows.get(key)
+        if known is None:
+            rows[key] = (name, old_slot, new_slot, old_width, new_width)
+        else:
+            rows[key] = (*known[:3], known[3] + old_width, known[4] + new_width)
+    return list(rows.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +75,7 @@ class MemoryPlan:
 
     state: StateBytes
     capacity: IntArray
-    staging_bytes: int
+    staging: IntArray  # per device
     reversible: dict[str, IntArray]
     tight_bound: IntArray
     #: Bytes that tight mode may hand out to arriving storages beyond what lies there at the start of the transfer.
@@ -77,61 +94,57 @@ class MemoryPlan:
         return max(self.reversible, key=lambda name: int(self.reversible[name][space]))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """``window_bytes``: most that a device sends, and receives, in one wave; staging is one window each way."""
+def plan_memory(
+    storages: StorageMap, life: Lifecycle, routed: Routed, topology: Topology, window_bytes: int
+) -> MemoryPlan:
+    """``window_bytes``: most that a device sends, and receives, in one wave (the schedule's). Staging is one each
+    way."""
+    state = state_bytes(storages, topology)
+    num_devices, num_nodes = topology.num_devices, len(topology.nodes)
 
-    window_bytes: int = 256 * MIB
+    def spaces(per_device: IntArray) -> IntArray:
+        return np.concatenate((per_device, np.zeros(num_nodes, dtype=np.int64)))
 
-    name = "memory"
-
-    def apply(self, storages: StorageMap, life: Lifecycle, routed: Routed, topology: Topology) -> MemoryPlan:
-        state = state_bytes(storages, topology)
-        num_devices, num_nodes = topology.num_devices, len(topology.nodes)
-
-        def spaces(per_device: IntArray) -> IntArray:
-            return np.concatenate((per_device, np.zeros(num_nodes, dtype=np.int64)))
-
-        before = spaces(np.array(life.before_bytes, dtype=np.int64))
-        after = spaces(np.array(life.after_bytes, dtype=np.int64))
-        starting, lasting = np.zeros_like(before), np.zeros_like(before)
-        for op in life.ops:
-            for device, running, stays in zip(op.devices, op.running_bytes, op.after_bytes, strict=True):
-                if op.kind == "engine-start":
-                    starting[device] += running
-                lasting[device] += stays
-        sent, received = np.zeros(num_devices, dtype=np.int64), np.zeros(num_devices, dtype=np.int64)
-        # A move larger than the window travels alone: then it, not the window, is what a wave stages.
-        out_window, in_window = np.full_like(sent, self.window_bytes), np.full_like(sent, self.window_bytes)
-        for move in routed.moves:
-            if move.link == LOCAL:
-                continue
-            src, dst = move.src % num_devices, move.dst % num_devices
-            sent[src] += move.num_bytes
-            received[dst] += move.num_bytes
-            out_window[src] = max(out_window[src], move.num_bytes)
-            in_window[dst] = max(in_window[dst], move.num_bytes)
-        staging = np.minimum(sent, out_window) + np.minimum(received, in_window)
-        at_boundary = state.kept + state.old + before
-        transfer = at_boundary + lasting + spaces(staging)
-        capacity = np.array(
-            [n.gpu.capacity_bytes for n in topology.nodes for _ in range(n.num_gpus)]
-            + [n.host_mem_bytes for n in topology.nodes],
-            dtype=np.int64,
-        )
-        phases = {
-            PHASES[0]: at_boundary,
-            PHASES[1]: at_boundary + starting,
-            PHASES[2]: transfer + state.new,
-            PHASES[3]: state.kept + state.new + after,
-        }
-        outer = np.maximum(state.old, state.new)
-        tight = state.kept + outer + before + lasting + spaces(staging) + state.largest_new
-        return MemoryPlan(
-            state=state,
-            capacity=capacity,
-            staging_bytes=int(staging.max(initial=0)),
-            reversible=phases,
-            tight_bound=np.maximum(tight, at_boundary + starting),
-            tight_base=transfer,
-        )
+    before = spaces(np.array(life.before_bytes, dtype=np.int64))
+    after = spaces(np.array(life.after_bytes, dtype=np.int64))
+    starting, lasting = np.zeros_like(before), np.zeros_like(before)
+    for op in life.ops:
+        for device, running, stays in zip(op.devices, op.running_bytes, op.after_bytes, strict=True):
+            if op.kind == "engine-start":
+                starting[device] += running
+            lasting[device] += stays
+    sent, received = np.zeros(num_devices, dtype=np.int64), np.zeros(num_devices, dtype=np.int64)
+    # A move larger than the window travels alone: then it, not the window, is what a wave stages.
+    out_window, in_window = np.full_like(sent, window_bytes), np.full_like(sent, window_bytes)
+    for move in routed.moves:
+        if move.link == LOCAL:
+            continue
+        src, dst = move.src % num_devices, move.dst % num_devices
+        sent[src] += move.num_bytes
+        received[dst] += move.num_bytes
+        out_window[src] = max(out_window[src], move.num_bytes)
+        in_window[dst] = max(in_window[dst], move.num_bytes)
+    staging = np.minimum(sent, out_window) + np.minimum(received, in_window)
+    at_boundary = state.kept + state.old + before
+    transfer = at_boundary + lasting + spaces(staging)
+    capacity = np.array(
+        [n.gpu.capacity_bytes for n in topology.nodes for _ in range(n.num_gpus)]
+        + [n.host_mem_bytes for n in topology.nodes],
+        dtype=np.int64,
+    )
+    phases = {
+        PHASES[0]: at_boundary,
+        PHASES[1]: at_boundary + starting,
+        PHASES[2]: transfer + state.new,
+        PHASES[3]: state.kept + state.new + after,
+    }
+    outer = np.maximum(state.old, state.new)
+    tight = state.kept + outer + before + lasting + spaces(staging) + state.largest_new
+    return MemoryPlan(
+        state=state,
+        capacity=capacity,
+        staging=staging,
+        reversible=phases,
+        tight_bound=np.maximum(tight, at_boundary + starting),
+        tight_base=transfer,
+    )

@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from nereus.ir.diagnostic import DiagnosticError, Severity
 from nereus.ir.holdings import Topology, join_clusters
 from nereus.ir.plan import Plan
 from nereus.ir.schedule import Schedule, StorageKey
+from nereus.ir.units import MIB
 from nereus.models.memory import check_memory
 from nereus.passes import check as verifier
 from nereus.passes import refusals
@@ -20,18 +23,21 @@ from nereus.passes.hold import hold
 from nereus.passes.lifecycle import lifecycle
 from nereus.passes.lower import lower
 from nereus.passes.manager import Hook, Instrument, Pipeline
-from nereus.passes.memory import MemoryPlan
+from nereus.passes.memory import MemoryPlan, plan_memory
 from nereus.passes.place import pin
 from nereus.passes.route import Routed
 from nereus.passes.storages import StorageMap
 from nereus.passes.tight import Stuck, tight_schedule
 from nereus.passes.verify import verify_each
 
+#: Window that is tried before reversible mode is given up: slower by message costs, and hardly any staging.
+SMALL_WINDOW_BYTES = 64 * MIB
+
 
 def compile_transition(
     old: Plan,
     new: Plan,
-    pipeline: Pipeline | None = None,
+    options: Pipeline | None = None,
     *,
     allow_destroy: bool = False,
     verify: bool = True,
@@ -42,11 +48,12 @@ def compile_transition(
     ``verify``: invariants of every pass's result are checked before the next pass reads it (BrokenInvariant: our bug).
     """
     started = time.perf_counter()
-    pipeline = pipeline or Pipeline()
+    pipeline = options or Pipeline()
     instrument = Instrument(hooks=((verify_each,) if verify else ()) + tuple(hooks))
     run = instrument.run
     errors = [d for d in check_memory(new) if d.severity is Severity.ERROR]
     errors += refusals.check_models(old, new)
+    errors += refusals.check_experts(old, new)
     if errors:
         raise DiagnosticError(errors)
     old = pin(old)
@@ -63,9 +70,13 @@ def compile_transition(
     if difference.lost:
         raise DiagnosticError(refusals.lost_state(difference, new))
     life = run("lifecycle", lambda: lifecycle(old, new, topology))
-    routed = run("route", lambda: pipeline.route.apply(difference))
     storages = StorageMap(old_holdings, new_holdings, topology)
-    memory = run("memory", lambda: pipeline.memory.apply(storages, life, routed, topology))
+    routed = run("route", lambda: pipeline.route.apply(difference))
+    memory = run("memory", lambda: plan_memory(storages, life, routed, topology, pipeline.schedule.window_bytes))
+    if pipeline.mode != "tight" and _staging_is_what_does_not_fit(memory):
+        pipeline = pipeline.with_window(SMALL_WINDOW_BYTES)
+        routed = run("route", lambda: pipeline.route.apply(difference))
+        memory = run("memory", lambda: plan_memory(storages, life, routed, topology, pipeline.schedule.window_bytes))
     schedule = run("schedule", lambda: _schedule(pipeline, difference, storages, routed, memory, topology, new))
     with instrument.timed("check"):
         dag = build_dag(
@@ -83,7 +94,7 @@ def compile_transition(
             verifier.check_coverage(difference, schedule),
             verifier.check_sources(difference, schedule),
             verifier.check_order(dag, schedule),
-            verifier.check_windows(schedule, topology.num_devices),
+            verifier.check_windows(schedule, topology.num_devices, memory.staging),
             verifier.check_bytes(difference, schedule, bound.moved_bytes),
             memory_finding,
         )
@@ -125,6 +136,15 @@ def compile_transition(
     for hook in hooks:
         hook("check", transition)
     return transition
+
+
+def _staging_is_what_does_not_fit(memory: MemoryPlan) -> bool:
+    """Whether the old plan could stay whole if windows, and with them staging, were small."""
+    over = memory.reversible_peak - memory.capacity
+    num_devices = len(memory.staging)
+    spared = memory.staging - 2 * SMALL_WINDOW_BYTES
+    short = np.flatnonzero(over > 0)
+    return len(short) > 0 and bool((short < num_devices).all()) and bool((over[short] <= spared[short]).all())
 
 
 def _schedule(

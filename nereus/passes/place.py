@@ -21,8 +21,10 @@ from nereus.ir.layout import IntArray, Layout, layout_of
 from nereus.ir.plan import Plan, Stage
 from nereus.passes.hold import hold
 from nereus.passes.overlap import Overlap, overlap
-from nereus.passes.place_exact import most_saved
 from nereus.passes.step_cost import node_traffic_s
+
+#: Up to so many ranks the best placement is proved by CP-SAT where the flow leaves a gap; above, its bound is given.
+MAX_EXACT_RANKS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,6 +284,11 @@ class _Problem:
         reached = int(self.overlap.saved[rows, np.arange(len(rows))].sum())
         if reached == upper:
             return total - reached, True, rows
+        if self.layout.num_ranks > MAX_EXACT_RANKS:
+            return total - upper, False, rows
+        # CP-SAT takes longer to import than most plans to compile, and few need it.
+        from nereus.passes.place_exact import most_saved
+
         exact = most_saved(self.overlap.saved, self.ranks_of_group, self.rows_of_node, rows)
         if exact is not None:
             return total - exact[0], True, exact[1]

@@ -9,8 +9,6 @@ from ortools.sat.python import cp_model
 
 from nereus.ir.layout import IntArray
 
-#: Above this many ranks only the min-cost-flow bound is given.
-MAX_RANKS = 64
 #: Deterministic effort limit (CP-SAT's own unit, about a second).
 EFFORT = 4.0
 
@@ -20,8 +18,6 @@ def most_saved(
 ) -> tuple[int, IntArray] | None:
     """(bytes saved, row of each rank), or None where the proof does not come within the effort limit."""
     num_ranks = saved.shape[1]
-    if num_ranks > MAX_RANKS:
-        return None
     divisor = max(1, int(np.gcd.reduce(saved, axis=None)))
     model = cp_model.CpModel()
     inside = [[model.new_bool_var(f"g{g}n{n}") for n in range(len(rows_of_node))] for g in range(len(ranks_of_group))]

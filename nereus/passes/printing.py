@@ -191,7 +191,7 @@ def moves_lines(moves: Sequence[Move], topology: Topology) -> Iterator[str]:
 
 def memory_lines(memory: MemoryPlan, topology: Topology) -> Iterator[str]:
     """Spaces with equal numbers are one line."""
-    yield f"staging {format_bytes(memory.staging_bytes)} a GPU"
+    yield f"staging {format_bytes(int(memory.staging.max(initial=0)))} a GPU"
     classes: dict[tuple[int, ...], list[int]] = {}
     names = list(memory.reversible)
     for space in range(len(memory.capacity)):

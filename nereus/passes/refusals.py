@@ -16,6 +16,26 @@ def _label(stage: Stage | None, key: str = "on", message: str = "") -> Label | N
     return Label(span=span, message=message) if span is not None else None
 
 
+def check_experts(old: Plan, new: Plan) -> list[Diagnostic]:
+    """Experts cut otherwise than their stage's dense tensors have no layout here yet: refused, not guessed."""
+    found = []
+    for plan in (old, new):
+        for stage in plan.stages:
+            is_moe = plan.model(stage.model).arch.moe is not None
+            if is_moe and stage.service is None and stage.with_ is None and (stage.ep > 1 or stage.etp != stage.tp):
+                found.append(
+                    Diagnostic(
+                        code="NRS5006",
+                        severity=Severity.ERROR,
+                        headline=f"{stage.name}: experts over ep = {stage.ep}, etp = {stage.etp} cannot be moved yet",
+                        primary=_label(stage, "ep"),
+                        notes=("only experts that are cut like their stage's dense tensors (ep = 1, etp = tp) can",),
+                        help="Change this stage by a checkpoint, or write ep = 1 in both plans.",
+                    )
+                )
+    return found
+
+
 def check_models(old: Plan, new: Plan) -> list[Diagnostic]:
     """A model keeps its shape and head: Nereus moves state, it does not convert models."""
     found = []

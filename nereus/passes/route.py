@@ -48,7 +48,7 @@ class Route:
     """Options: the largest piece that travels as one move; stripes smaller than ``min_stripe_bytes`` are not cut
     further."""
 
-    piece_bytes: int = 256 * MIB
+    piece_bytes: int = 512 * MIB
     min_stripe_bytes: int = 1 * MIB
 
     name = "route"
@@ -87,6 +87,7 @@ class _Router:
         devices, nodes = diff.topology.num_devices, len(diff.topology.nodes)
         self.ports = Ports(gpu_out=[0.0] * devices, gpu_in=[0.0] * devices, nic_out=[0.0] * nodes, nic_in=[0.0] * nodes)
         self.moves: list[Move] = []
+        self.widths = [table.element_bytes for table in diff.tables]
         # (table, class, piece) -> node -> what it took in
         self.relays: dict[tuple[int, int, int], dict[int, list[_Delivery]]] = {}
         self.holders_by_node: dict[tuple[int, int], dict[int, list[int]]] = {}
@@ -193,7 +194,7 @@ class _Router:
             for wanter in demand.wanters:
                 self._add(self._nearest(holders[demand.node], wanter), wanter, demand.table, piece, ())
             return
-        element_bytes = self.diff.tables[demand.table].element_bytes
+        element_bytes = self.widths[demand.table]
         count = len(demand.wanters)
         if piece.numel * element_bytes < self.options.min_stripe_bytes * count:
             stripes = [piece]
@@ -216,7 +217,7 @@ class _Router:
         self, demand: Demand, number: int, holders: dict[int, list[int]], wanter: int, stripe: Intervals
     ) -> list[_Delivery]:
         """Bring ``stripe`` from another node to ``wanter``, through relays where that is faster."""
-        element_bytes = self.diff.tables[demand.table].element_bytes
+        element_bytes = self.widths[demand.table]
         result: list[_Delivery] = []
         rest = stripe
         holder_node = min(holders, key=self.ports.nic_out.__getitem__)
@@ -242,7 +243,9 @@ class _Router:
                         rest = rest.subtract(common)
         if len(rest):
             places = holders[holder_node]
-            source = min(places, key=lambda p: (self.ports.gpu_out[p % self.links.num_devices], p))
+            source = places[0]
+            if len(places) > 1:
+                source = min(places, key=lambda p: (self.ports.gpu_out[p % self.links.num_devices], p))
             move = self._add(source, wanter, demand.table, rest, ())
             result.append(_Delivery(wanter, rest, move, 1))
         return result
@@ -263,13 +266,13 @@ class _Router:
         return self.ports.gpu_in[place % self.links.num_devices]
 
     def _add(self, src: int, dst: int, table: int, intervals: Intervals, after: tuple[int, ...]) -> int:
-        num_bytes = intervals.numel * self.diff.tables[table].element_bytes
-        link = self.links.link(src, dst)
-        out_s, in_s, nic_s = self.links.port_seconds(src, dst, num_bytes)
-        self.ports.gpu_out[src % self.links.num_devices] += out_s
-        self.ports.gpu_in[dst % self.links.num_devices] += in_s
+        num_bytes = intervals.numel * self.widths[table]
+        link, out_rate, in_rate, nic_rate = self.links.rates(src, dst)
+        ports, num_devices = self.ports, self.links.num_devices
+        ports.gpu_out[src % num_devices] += num_bytes * out_rate
+        ports.gpu_in[dst % num_devices] += num_bytes * in_rate
         if link == INTER:
-            self.ports.nic_out[self.links.node(src)] += nic_s
-            self.ports.nic_in[self.links.node(dst)] += nic_s
+            ports.nic_out[self.links.node(src)] += num_bytes * nic_rate
+            ports.nic_in[self.links.node(dst)] += num_bytes * nic_rate
         self.moves.append(Move(src, dst, table, intervals, num_bytes, link, after))
         return len(self.moves) - 1

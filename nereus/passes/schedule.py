@@ -27,7 +27,7 @@ FloatArray = npt.NDArray[np.float64]
 class ListSchedule:
     """``window_bytes``: most that a device sends, and receives, in one wave."""
 
-    window_bytes: int = 256 * MIB
+    window_bytes: int = 512 * MIB
 
     name = "schedule"
 

@@ -13,7 +13,6 @@ from nereus.ir.plan import Plan
 from nereus.passes.compiled import Transition
 from nereus.passes.emit import emit_program
 from nereus.passes.manager import Pipeline
-from nereus.passes.memory import Memory
 from nereus.passes.pipeline import compile_transition
 from nereus.passes.place import pin
 from nereus.passes.route import Route
@@ -24,7 +23,6 @@ def pipeline(piece: int = 96, stripe: int = 16, window: int = 256, mode: str = "
     """Options small enough that tiny models are cut into pieces and stripes and sent in many waves."""
     return Pipeline(
         route=Route(piece_bytes=piece, min_stripe_bytes=stripe),
-        memory=Memory(window_bytes=window),
         schedule=ListSchedule(window_bytes=window),
         mode=mode,
     )

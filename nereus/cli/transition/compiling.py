@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -55,10 +56,14 @@ def compile_files(args: argparse.Namespace, out: Output) -> Compiled:
             from nereus.passes.printing import IrPrinter
 
             hooks.append(IrPrinter(printed, out.message))
+        # A compilation makes a few hundred thousand small objects and no cycles worth collecting on the way.
+        gc.disable()
         try:
             transition = compile_transition(old, new, pipeline, allow_destroy=args.allow_destroy, hooks=hooks)
         except DiagnosticError as error:
             diagnostics = _errors_first((*error.diagnostics, *diagnostics))
+        finally:
+            gc.enable()
     out.diagnostics(diagnostics)
     if transition is not None and args.time_passes:
         print_timings(transition, out)

@@ -132,6 +132,25 @@ ENTRIES: tuple[CodeEntry, ...] = (
         fix="Keep the dtype in state { }, and change it with the training framework, at a checkpoint.",
     ),
     CodeEntry(
+        code="NRS5006",
+        title="experts with a layout of their own cannot be moved yet",
+        cause=(
+            "With ep > 1, or experts cut otherwise than the dense tensors (etp other than tp), every expert lies "
+            "elsewhere than tp and pp say. The compiler has no layout for that yet, and a wrong guess would lose "
+            "experts silently."
+        ),
+        example=_two(
+            plan(
+                "stage actor.train { on = n0  tp = 1  ep = 8  zero = 1  recompute = full  micro_batch = 1 }",
+                cluster='node n0 { gpus = 8 x "h200-sxm-141gb" }',
+                models='model actor = "qwen3-30b-a3b"',
+            ),
+            'extends "old.plan"\nstage actor.train { ep = 4 }\n',
+        ),
+        command="diff",
+        fix="Change such a stage through a checkpoint. Plans with experts still parse, resolve and check.",
+    ),
+    CodeEntry(
         code="NRS5007",
         title="state would be destroyed",
         cause=(
