@@ -1,7 +1,7 @@
 """Programs run in-process over numpy buffers whose elements are their own global numbers.
 
 Devices advance in random order. A message is complete when both ends have posted it (rendezvous), so a wrong order
-hangs here as it would on a network; a wave with releases ends for everyone at once. Reading or writing a storage that
+hangs here as it would on a network; in tight mode a wave ends when all have agreed. Reading or writing a storage that
 is not allocated, or an element that nothing has written, is an error.
 """
 
@@ -62,9 +62,7 @@ class Interpreter:
         lengths = {len(r.program.waves) for r in self.ranks.values()}
         if len(lengths) > 1 or len({(r.program.mode, r.program.digest) for r in self.ranks.values()}) > 1:
             raise Wrong("programs of different transitions")
-        self.releasing = [
-            any(r.program.waves[w].release for r in self.ranks.values()) for w in range(max(lengths, default=0))
-        ]
+        self.agrees = any(r.program.mode == "tight" for r in self.ranks.values())
         unused = {key for key in before if key[0] in self.ranks}
         for device, rank in self.ranks.items():
             for number, spec in enumerate(rank.program.storages):
@@ -169,7 +167,7 @@ class Interpreter:
             self._bytes(device, -held)
             for copy in wave.derives:
                 self._copy(rank, copy)
-            if self.releasing[number]:
+            if self.agrees:
                 yield "agree"
             for storage in wave.release:
                 self._release(device, rank, storage)

@@ -109,7 +109,7 @@ def _equal_range(part: Ids, shards: int, mine: int) -> Ids:
     return part[mine * size : (mine + 1) * size]
 
 
-# -- plans --------------------------------------------------------------------------------------------------------------
+# -- plans -----------------------------------------------------------------------------------------------------------
 
 
 def host_stage(plan: Plan, stage: Stage) -> Stage:
@@ -298,7 +298,7 @@ def dropped(old: State, new: State) -> set[tuple[str, str]]:
     return old.slots() - new.slots()
 
 
-# -- placements ---------------------------------------------------------------------------------------------------------
+# -- placements ------------------------------------------------------------------------------------------------------
 
 
 def allowed_placements(stage: Stage) -> Iterator[tuple[Device, ...]]:

@@ -80,7 +80,7 @@ def trainer(on: Cluster, devices: tuple[Device, ...] | None = None, arch: Arch =
     return Plan(cluster=on, models=(actor,), workload=WORKLOAD, stages=(one,))
 
 
-# -- strategies ---------------------------------------------------------------------------------------------------------
+# -- strategies ------------------------------------------------------------------------------------------------------
 
 
 def _divisors(n: int) -> list[int]:

@@ -1,0 +1,151 @@
+"""check, continued: storages live long enough, and the DAG has the edges that safety rests on.
+
+Independent of ``tight`` and ``dag``: what must be there is worked out again from the atom tables and the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from nereus.ir.layout import BoolArray
+from nereus.ir.schedule import Schedule, StorageKey
+from nereus.passes.check import Finding
+from nereus.passes.dag import COMMIT, MOVE, POST, RELEASE, VERIFY, Dag
+from nereus.passes.diff import Diff
+from nereus.passes.storages import StorageMap
+
+
+def check_lifetimes(diff: Diff, schedule: Schedule, storages: StorageMap) -> Finding:
+    """Tight mode: every new storage is acquired before anything arrives in it, every old one is released after
+    everything was read from it. In reversible mode all are acquired first and released after the commit."""
+    name = "lifetimes"
+    if schedule.mode != "tight":
+        return Finding(name=name, holds=True, evidence="nothing is released before the commit")
+    for key, is_new in _all_keys(storages):
+        if is_new and key not in schedule.acquire:
+            return Finding(name=name, holds=False, evidence=f"{_text(diff, key)} is never acquired")
+    num = 0
+    for key, wave, reads in _uses(diff, schedule, storages):
+        num += 1
+        if reads and schedule.release.get(key, wave) < wave:
+            what = f"{_text(diff, key)} is released in wave {schedule.release[key]} and read in wave {wave}"
+            return Finding(name=name, holds=False, evidence=what)
+        if not reads and schedule.acquire.get(key, wave) > wave:
+            what = f"{_text(diff, key)} is acquired in wave {schedule.acquire[key]} and filled in wave {wave}"
+            return Finding(name=name, holds=False, evidence=what)
+    return Finding(name=name, holds=True, evidence=f"{num:,} uses of storages, each while the storage is there")
+
+
+def _all_keys(storages: StorageMap) -> Iterator[tuple[StorageKey, bool]]:
+    """Storages that come (True) and go (False)."""
+    for stage in storages.stages:
+        for device in storages.devices_of(stage):
+            for slot, _, _ in storages.slots(stage):
+                fit = storages.fit(stage, slot, device)
+                for tensor in np.flatnonzero(fit.new).tolist():
+                    yield (device, stage, slot, tensor), True
+                for tensor in np.flatnonzero(fit.old).tolist():
+                    yield (device, stage, slot, tensor), False
+
+
+def _uses(diff: Diff, schedule: Schedule, storages: StorageMap) -> Iterator[tuple[StorageKey, int, bool]]:
+    """(storage, wave, whether it is an old one that is read)."""
+    num_devices = diff.topology.num_devices
+    stages_at: dict[tuple[int, bool, int], tuple[str, ...]] = {}
+    for number, table in enumerate(diff.tables):
+        geometry = diff.geometries[diff.geometry_of[number]]
+        for new, groups, sets in (
+            (False, table.old_groups, geometry.old_sets),
+            (True, table.new_groups, geometry.new_sets),
+        ):
+            for group in groups:
+                for place in group.places:
+                    found = stages_at.get((number, new, place), ())
+                    stages_at[number, new, place] = (*found, sets[group.state_set].stage)
+    for move, wave in zip(schedule.moves, schedule.wave, strict=True):
+        table = diff.tables[move.table]
+        cells = diff.geometries[diff.geometry_of[move.table]].cells
+        slots = table.slots if move.slots is None else tuple(table.slots[i] for i in move.slots)
+        for tensor in np.unique(cells.tensor[move.intervals.cell]).tolist():
+            for slot in slots:
+                if not move.after:
+                    for stage in stages_at.get((move.table, False, move.src), ()):
+                        yield (move.src % num_devices, stage, slot, tensor), wave, True
+                for stage in stages_at.get((move.table, True, move.dst), ()):
+                    yield (move.dst % num_devices, stage, slot, tensor), wave, False
+    # Local copies: a new storage is filled from old ones of its device when it is acquired.
+    for (device, stage, slot, tensor), wave in schedule.acquire.items():
+        model = storages.new[stage].state_set.model
+        for other, shares in storages.old.items():
+            if shares.state_set.model == model and device in shares.rank_of_device:
+                yield (device, other, slot, tensor), wave, True
+
+
+def _text(diff: Diff, key: StorageKey) -> str:
+    device, stage, slot, tensor = key
+    return f"{diff.topology.devices[device]}: {stage} {slot} of tensor {tensor}"
+
+
+def check_edges(dag: Dag, schedule: Schedule, num_devices: int) -> Finding:
+    """Every move follows its two ranks' posts of its wave, every verify its move, the commit every verify, and every
+    release all verifies up to its wave (tight) or the commit (reversible)."""
+    name = "edges"
+    before, after = dag.edges[:, 0], dag.edges[:, 1]
+    posts = {(int(dag.device[o]), int(dag.wave[o])): o for o in np.flatnonzero(dag.kind == POST).tolist()}
+    edges = set(zip(before.tolist(), after.tolist(), strict=True))
+    moves = {int(dag.item[o]): o for o in np.flatnonzero(dag.kind == MOVE).tolist()}
+    if sorted(moves) != list(range(len(schedule.moves))):
+        return Finding(name=name, holds=False, evidence="the moves of the DAG are not the schedule's")
+    for verify in np.flatnonzero(dag.kind == VERIFY).tolist():
+        number = int(dag.item[verify])
+        if (moves.get(number, -1), verify) not in edges:
+            return Finding(name=name, holds=False, evidence=f"the verify of move {number} does not follow it")
+    for number, sent in moves.items():
+        move = schedule.moves[number]
+        for device in {move.src % num_devices, move.dst % num_devices}:
+            if (posts.get((device, schedule.wave[number]), -1), sent) not in edges:
+                return Finding(name=name, holds=False, evidence=f"move {number} does not follow device {device}'s post")
+    predecessors = _Predecessors(dag)
+    (commit,) = np.flatnonzero(dag.kind == COMMIT).tolist()
+    verifies = np.flatnonzero(dag.kind == VERIFY)
+    checked = [(commit, int(dag.wave.max(initial=0)))]
+    for release in np.flatnonzero(dag.kind == RELEASE).tolist():
+        if dag.wave[release] >= 0:
+            checked.append((release, int(dag.wave[release])))
+        elif (commit, release) not in edges:
+            return Finding(name=name, holds=False, evidence="a release does not follow the commit")
+    seen: dict[tuple[int, ...], bool] = {}
+    for op, wave in checked:
+        direct = (wave, *predecessors.direct(op))
+        if direct not in seen:
+            reached = predecessors.closure(op)
+            seen[direct] = bool(reached[verifies[dag.wave[verifies] <= wave]].all())
+        if not seen[direct]:
+            what = "the commit" if op == commit else f"a release of wave {wave}"
+            return Finding(name=name, holds=False, evidence=f"{what} does not follow every verify before it")
+    return Finding(name=name, holds=True, evidence=f"{len(moves):,} moves and {len(checked) - 1:,} releases in order")
+
+
+class _Predecessors:
+    def __init__(self, dag: Dag) -> None:
+        order = np.argsort(dag.edges[:, 1], kind="stable")
+        self.sources = dag.edges[order, 0]
+        self.bounds = np.searchsorted(dag.edges[order, 1], np.arange(dag.num_ops + 1))
+        self.num_ops = dag.num_ops
+
+    def direct(self, op: int) -> list[int]:
+        found: list[int] = sorted(self.sources[self.bounds[op] : self.bounds[op + 1]].tolist())
+        return found
+
+    def closure(self, op: int) -> BoolArray:
+        """Mask of everything that must have finished when ``op`` starts."""
+        reached = np.zeros(self.num_ops, dtype=bool)
+        stack = [op]
+        while stack:
+            for source in self.direct(stack.pop()):
+                if not reached[source]:
+                    reached[source] = True
+                    stack.append(source)
+        return reached
