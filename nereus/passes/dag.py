@@ -143,7 +143,7 @@ def build_dag(
         freed = releases.get(wave, {})
         if freed:
             # Tight mode: all agree that the wave was verified, then release; the next wave follows the releases.
-            agreed = build.op(POST, wave=wave, after=tuple(dict.fromkeys((*everything, *posts.values()))) or (ready,))
+            agreed = build.op(POST, wave=wave, after=tuple(dict.fromkeys((*everything, *last.values()))) or (ready,))
             everything = []
             for space in sorted(freed):
                 done = build.op(
