@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from nereus.ir.layout import BoolArray
+from nereus.ir.layout import BoolArray, IntArray
 from nereus.ir.schedule import Schedule, StorageKey
 from nereus.passes.check import Finding
 from nereus.passes.dag import COMMIT, MOVE, POST, RELEASE, VERIFY, Dag
@@ -92,30 +92,34 @@ def check_edges(dag: Dag, schedule: Schedule, num_devices: int) -> Finding:
     """Every move follows its two ranks' posts of its wave, every verify its move, the commit every verify, and every
     release all verifies up to its wave (tight) or the commit (reversible)."""
     name = "edges"
-    before, after = dag.edges[:, 0], dag.edges[:, 1]
-    posts = {(int(dag.device[o]), int(dag.wave[o])): o for o in np.flatnonzero(dag.kind == POST).tolist()}
-    edges = set(zip(before.tolist(), after.tolist(), strict=True))
-    moves = {int(dag.item[o]): o for o in np.flatnonzero(dag.kind == MOVE).tolist()}
-    if sorted(moves) != list(range(len(schedule.moves))):
+    keys = dag.edges[:, 0] * dag.num_ops + dag.edges[:, 1]
+
+    def lacking(first: IntArray, then: IntArray) -> IntArray:
+        """Positions where there is no edge ``first -> then``; -1 stands for an operation that is not there."""
+        return np.flatnonzero((first < 0) | ~np.isin(first * dag.num_ops + then, keys))
+
+    moves, verifies = np.flatnonzero(dag.kind == MOVE), np.flatnonzero(dag.kind == VERIFY)
+    moves, verifies = moves[np.argsort(dag.item[moves])], verifies[np.argsort(dag.item[verifies])]
+    numbers = np.arange(len(schedule.moves))
+    if not (np.array_equal(dag.item[moves], numbers) and np.array_equal(dag.item[verifies], numbers)):
         return Finding(name=name, holds=False, evidence="the moves of the DAG are not the schedule's")
-    for verify in np.flatnonzero(dag.kind == VERIFY).tolist():
-        number = int(dag.item[verify])
-        if (moves.get(number, -1), verify) not in edges:
-            return Finding(name=name, holds=False, evidence=f"the verify of move {number} does not follow it")
-    for number, sent in moves.items():
-        move = schedule.moves[number]
-        for device in {move.src % num_devices, move.dst % num_devices}:
-            if (posts.get((device, schedule.wave[number]), -1), sent) not in edges:
-                return Finding(name=name, holds=False, evidence=f"move {number} does not follow device {device}'s post")
+    bad = lacking(moves, verifies)
+    if len(bad):
+        return Finding(name=name, holds=False, evidence=f"the verify of move {int(bad[0])} does not follow it")
+    posts = {(int(dag.device[o]), int(dag.wave[o])): o for o in np.flatnonzero(dag.kind == POST).tolist()}
+    for ends in ([m.src for m in schedule.moves], [m.dst for m in schedule.moves]):
+        of_rank = [posts.get((end % num_devices, wave), -1) for end, wave in zip(ends, schedule.wave, strict=True)]
+        bad = lacking(np.array(of_rank, dtype=np.int64), moves)
+        if len(bad):
+            return Finding(name=name, holds=False, evidence=f"move {int(bad[0])} does not follow a post of its ranks")
     predecessors = _Predecessors(dag)
     (commit,) = np.flatnonzero(dag.kind == COMMIT).tolist()
-    verifies = np.flatnonzero(dag.kind == VERIFY)
     checked = [(commit, int(dag.wave.max(initial=0)))]
-    for release in np.flatnonzero(dag.kind == RELEASE).tolist():
-        if dag.wave[release] >= 0:
-            checked.append((release, int(dag.wave[release])))
-        elif (commit, release) not in edges:
-            return Finding(name=name, holds=False, evidence="a release does not follow the commit")
+    releases = np.flatnonzero(dag.kind == RELEASE)
+    at_the_end = releases[dag.wave[releases] < 0]
+    if len(lacking(np.full_like(at_the_end, commit), at_the_end)):
+        return Finding(name=name, holds=False, evidence="a release does not follow the commit")
+    checked += [(o, int(dag.wave[o])) for o in releases[dag.wave[releases] >= 0].tolist()]
     seen: dict[tuple[int, ...], bool] = {}
     for op, wave in checked:
         direct = (wave, *predecessors.direct(op))

@@ -16,6 +16,7 @@ from nereus.models.memory import check_memory
 from nereus.passes import check as verifier
 from nereus.passes import refusals
 from nereus.passes.certify import certify
+from nereus.passes.check_storages import check_edges, check_lifetimes
 from nereus.passes.compiled import Transition, transition_digest
 from nereus.passes.dag import build_dag
 from nereus.passes.diff import Diff, diff
@@ -97,6 +98,8 @@ def compile_transition(
             verifier.check_windows(schedule, topology.num_devices, memory.staging),
             verifier.check_bytes(difference, schedule, bound.moved_bytes),
             memory_finding,
+            check_lifetimes(difference, schedule, storages),
+            check_edges(dag, schedule, topology.num_devices),
         )
     digest = transition_digest(old, new, schedule)
     certificate = certify(
@@ -163,8 +166,7 @@ def _schedule(
             return pipeline.schedule.apply(routed)
         if pipeline.mode == "reversible":
             raise DiagnosticError([refusals.reversible_does_not_fit(memory, topology, new)])
-    start = memory.reversible["at engine start"] - memory.capacity
-    if bool((start > 0).any()):
+    if bool((np.maximum(memory.reversible["at engine start"], memory.tight_base) > memory.capacity).any()):
         raise DiagnosticError([refusals.setup_does_not_fit(memory, topology, new)])
     result = tight_schedule(difference, storages, routed, memory, topology, pipeline.schedule.window_bytes)
     if isinstance(result, Stuck):

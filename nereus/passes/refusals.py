@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from nereus.ir.diagnostic import Diagnostic, Label, Severity
 from nereus.ir.holdings import Holdings, Topology
 from nereus.ir.plan import Plan, Stage
@@ -158,13 +160,16 @@ def reversible_does_not_fit(memory: MemoryPlan, topology: Topology, plan: Plan) 
 
 
 def setup_does_not_fit(memory: MemoryPlan, topology: Topology, plan: Plan) -> Diagnostic:
-    starting = memory.reversible["at engine start"]
+    """Engines or processes that start before anything old can go, each with its context and staging."""
+    engines = memory.reversible["at engine start"]
+    starting = np.maximum(engines, memory.tight_base)
     space = memory.worst(starting)
     need, have = int(starting[space]), int(memory.capacity[space])
+    what = "engines" if int(engines[space]) > have else "processes"
     return Diagnostic(
         code="NRS5002",
         severity=Severity.ERROR,
-        headline=f"starting the new engines needs {format_bytes(need)} of {format_bytes(have)} "
+        headline=f"starting the new {what} needs {format_bytes(need)} of {format_bytes(have)} "
         f"on {_space(topology, space)}",
         notes=_memory_notes(memory, space),
         help="Lower the new engine's kv_cache, or let training state leave the GPU first (idle = offload).",
