@@ -39,6 +39,8 @@ _SAFE_WORDS = {
     "windows": "windows hold",
     "bytes": "bytes add up",
     "memory": "memory holds in every order",
+    "lifetimes": "nothing is released before its readers have verified",
+    "edges": "every wait is an edge",
 }
 
 
