@@ -7,7 +7,7 @@ node's host memory are one memory space: a copy between them crosses no link and
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -51,15 +51,21 @@ class Topology:
 
 
 def join_clusters(old: Cluster, new: Cluster) -> Topology:
-    """Old and new devices together. A node that the new cluster lacks is lost, whether or not ``remove`` names it."""
-    new_names = {node.name for node in new.nodes}
-    nodes = [*new.nodes, *(node for node in old.nodes if node.name not in new_names)]
+    """Old and new devices together. A node that the new cluster lacks is lost, whether or not ``remove`` names it;
+    GPUs that a node has no more are too, as a node of their own."""
+    counts = {node.name: node.num_gpus for node in new.nodes}
+    found = [(node, node.devices, True) for node in new.nodes]
+    for node in old.nodes:
+        gone = node.devices[counts.get(node.name, 0) :]
+        if gone:
+            found.append((replace(node, num_gpus=len(gone)), gone, False))
     order = {node.name: i for i, node in enumerate(old.nodes)}
-    nodes.sort(key=lambda node: order.get(node.name, len(order)))
-    devices = tuple(device for node in nodes for device in node.devices)
-    node_of = np.array([i for i, node in enumerate(nodes) for _ in range(node.num_gpus)], dtype=np.int64)
+    found.sort(key=lambda entry: order.get(entry[0].name, len(order)))
     return Topology(
-        devices=devices, nodes=tuple(nodes), node_of=node_of, alive=tuple(node.name in new_names for node in nodes)
+        devices=tuple(device for _, devices, _ in found for device in devices),
+        nodes=tuple(node for node, _, _ in found),
+        node_of=np.array([i for i, entry in enumerate(found) for _ in entry[1]], dtype=np.int64),
+        alive=tuple(alive for _, _, alive in found),
     )
 
 

@@ -62,16 +62,22 @@ def run(transition: Transition, before: Mapping[Key, Ids], weight_of: Ids, seed:
     for number, device in enumerate(topology.devices):
         if topology.alive[int(topology.node_of[number])]:
             programs[device] = emit_program(transition, number)
-    alive = {node.name for node, lives in zip(topology.nodes, topology.alive, strict=True) if lives}
-    held = {key: ids for key, ids in before.items() if key[0].node in alive}
+    held = {key: ids for key, ids in before.items() if key[0] in programs}
     return Interpreter(programs, held, weight_of, seed).run()
 
 
-def check_transition(transition: Transition, seed: int, *, before: Mapping[Key, Ids] | None = None) -> Outcome:
-    """Every number of the certificate and every element against the oracle. Returns the final buffers."""
+def check_transition(
+    transition: Transition,
+    seed: int,
+    *,
+    universe: Universe | None = None,
+    before: Mapping[Key, Ids] | None = None,
+) -> dict[Key, Ids]:
+    """Every number of the certificate and every element against the oracle. Returns the final buffers, with fresh
+    slots filled as a framework would. ``before``: buffers to start from, numbered by ``universe``."""
     certificate = transition.certificate
     old, new = transition.old, transition.new
-    universe = Universe(old, new)
+    universe = universe or Universe(old, new)
     start, end = State(old, universe), State(new, universe)
     expected = truth(start, end)
     assert certificate.safe, [c for c in certificate.checks if not c[1]]
@@ -88,7 +94,10 @@ def check_transition(transition: Transition, seed: int, *, before: Mapping[Key, 
     assert outcome.moved_bytes == expected.moved_bytes
     _check_elements(outcome, end, expected)
     _check_peaks(transition, outcome)
-    return outcome
+    return {
+        key: end.storages[key] if expected.fresh[end.storages[key]].all() else values
+        for key, values in outcome.buffers.items()
+    }
 
 
 def _check_elements(outcome: Outcome, end: State, expected: Truth) -> None:
@@ -105,7 +114,9 @@ def _check_peaks(transition: Transition, outcome: Outcome) -> None:
     """Never more in a memory space than the certificate allows, processes and engines included."""
     topology, memory, life = transition.topology, transition.memory, transition.life
     number = {d: i for i, d in enumerate(topology.devices)}
-    number |= {node.name: topology.num_devices + i for i, node in enumerate(topology.nodes)}  # type: ignore[misc]
+    for node, entry in enumerate(topology.nodes):
+        if topology.alive[node]:
+            number[entry.name] = topology.num_devices + node  # type: ignore[index]
     lasting = np.zeros(topology.num_devices, dtype=np.int64)
     for op in life.ops:
         for device, num_bytes in zip(op.devices, op.after_bytes, strict=True):

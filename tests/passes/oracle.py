@@ -228,15 +228,15 @@ class Truth:
     derived_bytes: int
 
 
-def living(old: Plan, new: Plan) -> set[str]:
-    return {n.name for n in new.cluster.nodes} & {n.name for n in old.cluster.nodes}
+def living(old: Plan, new: Plan) -> set[Device]:
+    return set(new.cluster.devices) & set(old.cluster.devices)
 
 
 def truth(old: State, new: State) -> Truth:
     """What must move from ``old`` to ``new``, each on its placement."""
     universe = old.universe
     alive = living(old.plan, new.plan)
-    before = {place: mask for place, mask in old.places().items() if place[0].node in alive}
+    before = {place: mask for place, mask in old.places().items() if place[0] in alive}
     wanted = new.places()
     fresh = _fresh(old, new)
     derivable = {place: _derivable(new, place, fresh) for place in wanted}

@@ -134,7 +134,7 @@ def clusters(draw: st.DrawFn, first: int = 0, most: int = 16) -> Cluster:
 @st.composite
 def changed_clusters(draw: st.DrawFn, old: Cluster) -> Cluster:
     """The same cluster, a larger one, or one that lost nodes (also all of them, replaced)."""
-    change = draw(st.sampled_from(["same", "same", "grow", "lose", "replace"]))
+    change = draw(st.sampled_from(["same", "same", "grow", "lose", "replace", "fewer"]))
     used = sum(n.num_gpus for n in old.nodes)
     if change == "grow" and used < 16:
         more = draw(clusters(first=10, most=max(2, 16 - used)))
@@ -146,6 +146,9 @@ def changed_clusters(draw: st.DrawFn, old: Cluster) -> Cluster:
         lost = draw(st.sampled_from(old.nodes))
         fresh = node(f"m{len(old.nodes)}", lost.num_gpus)
         return Cluster(nodes=(*(n for n in old.nodes if n != lost), fresh), lost=(lost.name,))
+    if change == "fewer":  # the nodes stay, one of them with half of its GPUs
+        less = draw(st.sampled_from(old.nodes))
+        return Cluster(nodes=tuple(replace(n, num_gpus=(n.num_gpus + 1) // 2) if n == less else n for n in old.nodes))
     return old
 
 

@@ -25,7 +25,7 @@ def lacking(old: State, new: State) -> Ids:
     """[device in the order of the stage's ``on``, rank]: bytes that rank lacks there. GPU state of one copy only."""
     stage = new.plan.stages[0]
     alive = living(old.plan, new.plan)
-    before = {place: mask for place, mask in old.places().items() if place[0].node in alive}
+    before = {place: mask for place, mask in old.places().items() if place[0] in alive}
     universe = new.universe
     table = np.zeros((len(stage.devices), len(stage.devices)), dtype=np.int64)
     for copy in new.copies:
