@@ -14,7 +14,7 @@ from runtime.tiny import cluster, trainer
 from nereus.ir.layout import Layout
 from nereus.ir.plan import ORDER_MEGATRON
 from nereus.ir.tensor import Cut
-from nereus.passes import emit
+from nereus.passes import device_storages
 from nereus.runtime.run import run_pair
 
 EIGHT = cluster(4, 4)
@@ -52,14 +52,14 @@ def _layers_from_the_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def _columns_one_further(patch: pytest.MonkeyPatch) -> None:
-    right = emit.rectangles
+    right = device_storages.rectangles
 
     def wrong(cells: Any, region: Any) -> Any:
         row, col, num_rows, num_cols, cell = right(cells, region)
         narrow = num_cols > 1
         return row, np.where(narrow, col + 1, col), num_rows, np.where(narrow, num_cols - 1, num_cols), cell
 
-    patch.setattr(emit, "rectangles", wrong)
+    patch.setattr(device_storages, "rectangles", wrong)
 
 
 @pytest.mark.parametrize(
