@@ -21,7 +21,7 @@ def document() -> str:
     lines = [
         "# Diagnostics",
         "",
-        "Every message of `nereusc` has a code; `nereusc explain CODE` prints what stands here, with an example. A code is",
+        "Every message of `nereusc` has a code; `nereusc explain CODE` prints it with an example. A code is",
         "never reused. This file is written by `tools/write_diagnostics.py` from `nereus/lang/catalog/`.",
     ]
     phase = ""
