@@ -262,5 +262,7 @@ def _master_ready(unit: _Unit, units: dict[StorageKey, _Unit], acquire: dict[Sto
 
 
 def _stuck(pending: list[_Unit], free: list[int]) -> Stuck:
-    unit = min(pending, key=lambda u: (u.num_bytes - free[u.space], u.key))
+    # A weight may wait for its master, or a window, with room to spare: the witness is one that memory keeps waiting.
+    short = [unit for unit in pending if unit.num_bytes > free[unit.space]] or pending
+    unit = min(short, key=lambda u: (u.num_bytes - free[u.space], u.key))
     return Stuck(space=unit.space, need_bytes=unit.num_bytes, free_bytes=max(free[unit.space], 0), storage=unit.key)
