@@ -137,7 +137,7 @@ def changed_clusters(draw: st.DrawFn, old: Cluster) -> Cluster:
     change = draw(st.sampled_from(["same", "same", "grow", "lose", "replace", "fewer"]))
     used = sum(n.num_gpus for n in old.nodes)
     if change == "grow" and used < 16:
-        more = draw(clusters(first=10, most=max(2, 16 - used)))
+        more = draw(clusters(first=10 * len(old.nodes), most=max(2, 16 - used)))
         return Cluster(nodes=(*old.nodes, *more.nodes))
     if change == "lose" and len(old.nodes) > 1:
         lost = draw(st.sampled_from(old.nodes))
@@ -213,14 +213,20 @@ def trained(draw: st.DrawFn, model: Model, available: tuple[Device, ...]) -> Sta
 
 
 @st.composite
-def pairs(draw: st.DrawFn, *, rich: bool = True, most: int = 16) -> tuple[Plan, Plan]:
+def chains(draw: st.DrawFn, length: int = 2, *, rich: bool = True, most: int = 16) -> tuple[Plan, ...]:
+    """Plans of the same models, each on what became of the cluster before."""
     archs = (draw(st.sampled_from(ARCHS)), draw(st.sampled_from(ARCHS)))
     mode = draw(st.sampled_from(["sync", "sync", "async"]))
-    before = draw(clusters(most=most))
-    after = draw(changed_clusters(before))
-    old = draw(plans(before, archs, mode, rich=rich))
-    new = draw(plans(after, archs, mode, rich=rich))
-    return old, _same_precision(old, new)
+    on = draw(clusters(most=most))
+    found = [draw(plans(on, archs, mode, rich=rich))]
+    while len(found) < length:
+        on = draw(changed_clusters(on))
+        found.append(_same_precision(found[0], draw(plans(on, archs, mode, rich=rich))))
+    return tuple(found)
+
+
+def pairs(*, rich: bool = True, most: int = 16) -> st.SearchStrategy[tuple[Plan, Plan]]:
+    return chains(2, rich=rich, most=most)  # type: ignore[return-value]
 
 
 def _same_precision(old: Plan, new: Plan) -> Plan:

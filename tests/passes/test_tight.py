@@ -26,7 +26,7 @@ def with_capacity(plan: Plan, gpu_bytes: int, host_bytes: int) -> Plan:
 OPTIONS = st.builds(pipeline, st.just(400), st.just(40), st.sampled_from([400, 2000]), st.just("auto"))
 
 
-@examples(60)
+@examples(30)
 @given(pairs(rich=False), OPTIONS, st.integers(0, 999), st.floats(0, 1))
 def test_too_little_memory_for_reversible_mode(
     pair: tuple[Plan, Plan], options: Pipeline, seed: int, slack: float
@@ -42,10 +42,10 @@ def test_too_little_memory_for_reversible_mode(
     try:
         transition = compile_transition(old, new, options, allow_destroy=True)
     except DiagnosticError as error:
-        # NRS4001: the new plan itself does not fit while it runs; NRS5002: the greedy order found no way.
+        # NRS4001, NRS4002: the new plan itself does not fit while it runs; NRS5002: the greedy order found no way.
         codes = {d.code for d in error.diagnostics}
         event(f"refused {codes}")
-        assert codes <= {"NRS4001", "NRS5002"}
+        assert codes <= {"NRS4001", "NRS4002", "NRS5002"}
         return
     event(transition.schedule.mode)
     assert transition.schedule.mode == "tight"
@@ -54,7 +54,7 @@ def test_too_little_memory_for_reversible_mode(
     assert transition.certificate.peak_bytes_max <= transition.certificate.capacity_bytes
 
 
-@examples(40)
+@examples(20)
 @given(pairs(), OPTIONS, st.integers(0, 999))
 def test_tight_mode_where_asked_for(pair: tuple[Plan, Plan], options: Pipeline, seed: int) -> None:
     transition = compile_or_confirm(*pair, replace(options, mode="tight"))
