@@ -59,10 +59,8 @@ class Packing:
 
 def packing(table: IntArray, widths: IntArray) -> Packing:
     """Where each block of ``table`` lies in the buffer. ``widths``: bytes per element of every storage, by number."""
-    table = table[(table[:, NUM_ROWS] > 0) & (table[:, NUM_COLS] > 0)]
+    table = ordered(table, widths)
     width = widths[table[:, STORAGE]]
-    order = np.argsort(-width, kind="stable")
-    table, width = table[order], width[order]
     sections: list[Section] = []
     runs: list[IntArray] = []
     start = num_runs = 0
@@ -89,6 +87,12 @@ def packing(table: IntArray, widths: IntArray) -> Packing:
         start += num_bytes
     all_runs = np.concatenate(runs) if runs else np.zeros((0, 7), dtype=np.int64)
     return Packing(table=table, runs=all_runs, sections=tuple(sections), num_bytes=start)
+
+
+def ordered(table: IntArray, widths: IntArray) -> IntArray:
+    """The blocks that are not empty, wide elements first, else in order."""
+    table = table[(table[:, NUM_ROWS] > 0) & (table[:, NUM_COLS] > 0)]
+    return table[np.argsort(-widths[table[:, STORAGE]], kind="stable")]
 
 
 def join_runs(table: IntArray) -> IntArray:

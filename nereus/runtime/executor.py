@@ -17,14 +17,15 @@ import numpy.typing as npt
 import torch
 
 from nereus.ir.cluster import Device
-from nereus.ir.program import LocalCopy, Program, StorageSpec, Wave
+from nereus.ir.program import LocalCopy, Message, Program, StorageSpec, Wave
 from nereus.ir.units import DTYPE_BYTES
-from nereus.kernels.checksum import checksum, tensor_key
-from nereus.kernels.pack import Packing, copy_blocks, in_place_bytes, pack, packing, unpack
+from nereus.kernels.checksum import tensor_key
+from nereus.kernels.move import gather, pieces, scatter, stored
+from nereus.kernels.pack import Packing, copy_blocks, in_place_bytes
 from nereus.runtime.account import Account, ExecutionReport, Progress, Stopwatch
 from nereus.runtime.faults import DAMAGED_MESSAGE, DIFFERENT_DIGEST, WRONG_STATE, Fault, first_line
-from nereus.runtime.state import Allocate, DeviceState, allocate, key_of, same_place
-from nereus.runtime.transports.base import Parcel, Transport
+from nereus.runtime.state import Allocate, DeviceState, allocate, fresh_bytes, key_of, same_place
+from nereus.runtime.transports.base import CHECKSUM_MASK, Parcel, Transport
 from nereus.runtime.validate import validate
 
 TIGHT = "tight"
@@ -72,13 +73,22 @@ class _Participant:
 
 @dataclass(slots=True)
 class _InFlight:
-    """A posted message. ``staging``: bytes that it takes beside the storages."""
+    """A message under way. ``buffers``: one for each piece; ``in_place``: whether it is the storage itself. ``total``:
+    checksum of what has arrived so far."""
 
     owner: _Participant
-    peer: Device
-    what: Packing
-    parcel: Parcel
-    staging: int
+    message: Message
+    pieces: tuple[Packing, ...]
+    buffers: list[torch.Tensor] = field(default_factory=list)
+    total: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.num_bytes for piece in self.pieces)
+
+    @property
+    def staged_bytes(self) -> int:
+        return sum(piece.num_bytes for piece in self.pieces if not piece.in_place)
 
 
 def execute(
@@ -186,16 +196,16 @@ class _Executor:
         steps = [(p, p.program.waves[number]) for p in self.participants if number < len(p.program.waves)]
         self._timed("acquire", lambda: self._acquire(steps))
         self._timed("copy", lambda: self._copies((p, c) for p, w in steps for c in w.copies))
-        sends, receives = self._timed("pack", lambda: self._pack(steps))
-        self._blame(None)
-        self.transport.post(number, [m.parcel for m in sends], [m.parcel for m in receives])
-        checksums = self._timed("transfer", lambda: self.transport.wait(self.options.deadline_s))
-        self._timed("unpack", lambda: self._unpack(receives))
-        self._timed("verify", lambda: self._verify(receives, checksums))
-        for message in (*sends, *receives):
-            message.owner.account.stage(-message.staging)
+        receives = self._timed("pack", lambda: self._flights((p, m) for p, w in steps for m in w.receives))
+        sends = self._timed("pack", lambda: self._flights((p, m) for p, w in steps for m in w.sends))
+        self._receive(number, receives)
+        self._send(number, sends)
+        self._verify(receives, self._wait(receives))
+        for flight in (*sends, *receives):
+            flight.owner.account.stage(-flight.staged_bytes)
+            flight.buffers.clear()
         self.num_messages += len(sends)
-        self.sent += sum(m.what.num_bytes for m in sends)
+        self.sent += sum(flight.num_bytes for flight in sends)
         self._timed("copy", lambda: self._copies((p, c) for p, w in steps for c in w.derives))
         self._blame(None)
         if any(p.program.mode == TIGHT for p in self.participants):
@@ -218,56 +228,93 @@ class _Executor:
             copy_blocks(p.data, copy.src.table, copy.dst.table, cast=copy.cast)
             self.copied += _bytes_of(copy.dst.table, p.widths)
 
-    def _pack(self, steps: list[tuple[_Participant, Wave]]) -> tuple[list[_InFlight], list[_InFlight]]:
-        sends: list[_InFlight] = []
-        receives: list[_InFlight] = []
-        for p, wave in steps:
+    def _flights(self, messages: Iterable[tuple[_Participant, Message]]) -> list[_InFlight]:
+        """The messages cut, and staging for all pieces that are not one run of a storage."""
+        flights = []
+        for p, message in messages:
             self._blame(p)
-            for message in wave.sends:
-                what = packing(message.blocks.table, p.widths)
-                data, staging = self._buffer(p, what)
-                if staging:
-                    pack(p.data, what, data)
-                parcel = Parcel(message.tag, p.device, message.peer, data, checksum(data, what, p.keys))
-                sends.append(_InFlight(p, message.peer, what, parcel, staging))
-            for message in wave.receives:
-                what = packing(message.blocks.table, p.widths)
-                data, staging = self._buffer(p, what)
-                parcel = Parcel(message.tag, message.peer, p.device, data)
-                receives.append(_InFlight(p, message.peer, what, parcel, staging))
-        return sends, receives
+            flight = _InFlight(p, message, pieces(message.blocks.table, p.widths))
+            p.account.stage(flight.staged_bytes)
+            room = fresh_bytes(sum(_aligned(what.num_bytes) for what in flight.pieces if not what.in_place))
+            position = 0
+            for what in flight.pieces:
+                if what.in_place:
+                    flight.buffers.append(in_place_bytes(p.data, what))
+                else:
+                    flight.buffers.append(room.narrow(0, position, what.num_bytes))
+                    position += _aligned(what.num_bytes)
+            flights.append(flight)
+        return flights
 
-    def _buffer(self, p: _Participant, what: Packing) -> tuple[torch.Tensor, int]:
-        """Where a message lies while it travels, and the bytes that takes: none where it is one run of a storage."""
+    def _receive(self, wave: int, flights: list[_InFlight]) -> None:
+        """All receives first: whatever a peer sends from now on has a place to go."""
+        parcels = [
+            Parcel(flight.message.tag, flight.message.peer, flight.owner.device, data, part=part)
+            for flight in flights
+            for part, data in enumerate(flight.buffers)
+        ]
+        self._blame(None)
+        self._timed("transfer", lambda: self.transport.post(wave, [], parcels))
+
+    def _send(self, wave: int, flights: list[_InFlight]) -> None:
+        """Pieces of all messages in turn, so that every peer has something to receive; each goes when it is packed."""
+        most = max((len(flight.pieces) for flight in flights), default=0)
+        for part in range(most):
+            for flight in flights:
+                if part < len(flight.pieces):
+                    self._blame(flight.owner)
+                    parcel = self._timed("pack", lambda f=flight, i=part: self._pack(f, i))  # type: ignore[misc]
+                    self._blame(None)
+                    self._timed("transfer", lambda p=parcel: self.transport.post(wave, [p], []))  # type: ignore[misc]
+
+    def _pack(self, flight: _InFlight, part: int) -> Parcel:
+        p, what, data = flight.owner, flight.pieces[part], flight.buffers[part]
         if what.in_place:
-            return in_place_bytes(p.data, what), 0
-        p.account.stage(what.num_bytes)
-        return torch.empty(what.num_bytes, dtype=torch.uint8), what.num_bytes
+            total = stored(p.data, what, p.keys, data)
+        else:
+            total = gather(p.data, what, p.keys, data)
+        return Parcel(flight.message.tag, p.device, flight.message.peer, data, total, part)
 
-    def _unpack(self, receives: list[_InFlight]) -> None:
-        for message in receives:
-            self._blame(message.owner)
-            if message.staging:
-                unpack(message.owner.data, message.what, message.parcel.data)
+    def _wait(self, receives: list[_InFlight]) -> Mapping[int, int]:
+        """What arrives goes to its place, and is read back from there for the checksum, while the rest is under way."""
+        flights = {flight.message.tag: flight for flight in receives}
+        worked_s = 0.0
+
+        def arrived(parcel: Parcel) -> None:
+            nonlocal worked_s
+            begin = time.monotonic()
+            flight = flights[parcel.tag]
+            p, what = flight.owner, flight.pieces[parcel.part]
+            self._blame(p)
+            if not what.in_place:
+                self._timed("unpack", lambda: scatter(p.data, what, p.keys, parcel.data))
+            flight.total += self._timed("verify", lambda: stored(p.data, what, p.keys, parcel.data))
+            self._blame(None)
+            worked_s += time.monotonic() - begin
+
+        begin = time.monotonic()
+        self._blame(None)
+        try:
+            return self.transport.wait(self.options.deadline_s, arrived)
+        finally:
+            self.clock.add("transfer", time.monotonic() - begin - worked_s)
 
     def _verify(self, receives: list[_InFlight], checksums: Mapping[int, int]) -> None:
         """What lies in the storages now, read back through the same blocks, is what was sent."""
-        for message in receives:
-            self._blame(message.owner)
-            p, parcel = message.owner, message.parcel
-            if message.staging:
-                pack(p.data, message.what, parcel.data)
-            if checksum(parcel.data, message.what, p.keys) != checksums[parcel.tag]:
-                raise self._damaged(message)
-            self.received[parcel.tag] = message.what.num_bytes
+        for flight in receives:
+            self._blame(flight.owner)
+            tag = flight.message.tag
+            if flight.pieces and flight.total & CHECKSUM_MASK != checksums[tag]:
+                raise self._damaged(flight)
+            self.received[tag] = flight.num_bytes
 
-    def _damaged(self, message: _InFlight) -> Fault:
-        first = message.owner.spec(int(message.what.table[0, 0]))
+    def _damaged(self, flight: _InFlight) -> Fault:
+        first = flight.owner.spec(int(flight.message.blocks.table[0, 0]))
         text = (
-            f"message {message.parcel.tag} from {message.peer} arrived damaged: {message.what.num_bytes:,} bytes, "
+            f"message {flight.message.tag} from {flight.message.peer} arrived damaged: {flight.num_bytes:,} bytes, "
             f"from {first.stage} {first.tensor} {first.slot} on"
         )
-        return Fault(DAMAGED_MESSAGE, text, where=str(message.owner.device))
+        return Fault(DAMAGED_MESSAGE, text, where=str(flight.owner.device))
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -316,6 +363,11 @@ def _participant(program: Program, state: DeviceState) -> _Participant:
     widths = np.array([DTYPE_BYTES[s.dtype] for s in program.storages], dtype=np.int64)
     keys = np.array([tensor_key(s.model, s.tensor, s.slot) for s in program.storages], dtype=np.uint64)
     return _Participant(program=program, state=state, widths=widths, keys=keys)
+
+
+def _aligned(num_bytes: int) -> int:
+    """Room for that many bytes, so that the next piece's elements are aligned."""
+    return -(-num_bytes // 8) * 8
 
 
 def _num_bytes(data: torch.Tensor) -> int:

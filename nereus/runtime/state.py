@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +25,8 @@ DTYPES: dict[str, torch.dtype] = {
 
 #: New memory is filled with this byte, so that it is really there, and an element that nobody wrote shows.
 POISON = 0xA5
+
+_HUGE_PAGE = 2 << 20
 
 Allocate = Callable[[StorageSpec], torch.Tensor]
 
@@ -71,9 +75,27 @@ class DeviceState:
 
 def allocate(spec: StorageSpec) -> torch.Tensor:
     """Memory that is really there: every page is written. RuntimeError or MemoryError where there is none."""
-    data = torch.empty(spec.numel, dtype=DTYPES[spec.dtype])
-    data.view(torch.uint8).fill_(POISON)
-    return data
+    dtype = DTYPES[spec.dtype]
+    data = fresh_bytes(spec.numel * dtype.itemsize)
+    data.fill_(POISON)
+    return data.view(dtype)
+
+
+def fresh_bytes(num_bytes: int) -> torch.Tensor:
+    """Memory with anything in it, uint8. Large ones lie on huge pages where the system has them: first touching memory
+    page by page takes several times as long as filling it. RuntimeError or MemoryError where there is none."""
+    if num_bytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    try:
+        memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{num_bytes:,} bytes: {error.strerror}") from None
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -whole.data_ptr() % _HUGE_PAGE
+    # Only whole pages of the part that is used, so that not a byte more than that is ever there.
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE, start, num_bytes // _HUGE_PAGE * _HUGE_PAGE)
+    return whole.narrow(0, start, num_bytes)
 
 
 def same_place(a: StorageSpec, b: StorageSpec) -> bool:

@@ -143,9 +143,12 @@ def test_no_process_outlives_its_parent(end: signal.Signals, repo_root: Path) ->
     environ = {**os.environ, "PYTHONPATH": f"{repo_root}:{repo_root / 'tests'}"}
     parent = subprocess.Popen([sys.executable, "-c", _PARENT], env=environ, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
+    at_work: set[int] = set()  # all of them: the first may be at work before the last has been forked
     for line in parent.stdout:
         event = json.loads(line)
         if event.get("phase") == "execute":
+            at_work.add(event["process"])
+        if len(at_work) == 4:
             break
     workers = _descendants(parent.pid)
     assert len(workers) == 5  # the supervisor and four workers

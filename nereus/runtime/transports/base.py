@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,16 +10,21 @@ import torch
 
 from nereus.ir.cluster import Device
 
+#: Checksums are sums modulo 2^64.
+CHECKSUM_MASK = (1 << 64) - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """One message. ``data``: uint8; a sender's is read, a receiver's is filled; neither may change in ``wait``."""
+    """One piece of a message. ``data``: uint8; a sender's is read, a receiver's is filled; neither may change until the
+    end of ``wait``, but a receiver's that has arrived may be read. ``checksum``: of a sender's piece."""
 
     tag: int
     src: Device
     dst: Device
     data: torch.Tensor
-    checksum: int = 0  # of a sender
+    checksum: int = 0
+    part: int = 0
 
 
 class Transport(Protocol):
@@ -32,10 +37,12 @@ class Transport(Protocol):
     def num_processes(self) -> int: ...
 
     def post(self, wave: int, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
-        """Start all messages of a wave; none waits for another."""
+        """Start pieces of a wave's messages; none waits for another. May be called several times in a wave; the pieces
+        of one message in order of ``part``."""
 
-    def wait(self, deadline_s: float) -> dict[int, int]:
-        """Until all that was posted is there and sent. Returns the sender's checksum of every received tag."""
+    def wait(self, deadline_s: float, arrived: Callable[[Parcel], None]) -> dict[int, int]:
+        """Until all that was posted is there and sent. ``arrived`` is called with every received piece, while others
+        are still under way. Returns, for every received tag, the sum modulo 2^64 of its pieces' checksums."""
 
     def gather(self, text: str, deadline_s: float) -> tuple[str, ...]:
         """Every process's ``text``, in process order. Also a barrier."""

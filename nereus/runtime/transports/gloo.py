@@ -1,15 +1,18 @@
 """torch.distributed's gloo between processes; devices of one process exchange copies of memory.
 
-One total order of all communication: a process posts its part of a wave sorted by tag, tags being unique in a
-transition, and waits only after all of it is posted; gloo's own thread moves every posted message. Failures: whoever
-stops writes why into the store (the first one wins) and closes its connections; that ends the waits of its peers at
-once, and they read the store. A process that neither speaks nor closes runs into the others' deadlines.
+A process posts all that it receives in a wave before it sends anything, the pieces of a message in order under the
+message's tag (gloo keeps the order of equal tags between two processes), and waits only after all of it is posted;
+gloo's own thread moves whatever is posted, so that no order of posting can make two processes wait for each other.
+
+Failures: whoever stops writes why into the store (the first one wins) and closes its connections; that ends the waits
+of its peers at once, and they read the store. A process that neither speaks nor closes runs into the others' deadlines.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +21,7 @@ import torch.distributed
 
 from nereus.ir.cluster import Device
 from nereus.runtime.faults import DEADLINE, PARTICIPANT_FAILED, PROGRAM_FAULT, Fault, first_line
-from nereus.runtime.transports.base import Parcel
+from nereus.runtime.transports.base import CHECKSUM_MASK, Parcel
 from nereus.runtime.transports.inprocess import Mailbox
 
 #: Untyped in part.
@@ -56,8 +59,12 @@ class Gloo:
         self._process_of = process_of
         self._store = dist.PrefixStore(name, store)
         self._mailbox = Mailbox()
-        self._works: list[tuple[Any, str]] = []
-        self._checks: list[tuple[list[int], torch.Tensor]] = []
+        self._wave = 0
+        #: What is under way, in the order in which it was posted; the parcel of a receive.
+        self._works: deque[tuple[Any, str, Parcel | None]] = deque()
+        #: By peer: checksums by tag of what goes out, and the tags of what comes in.
+        self._checks_out: dict[int, dict[int, int]] = {}
+        self._checks_in: dict[int, dict[int, int]] = {}
         self._posted: list[torch.Tensor] = []
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=deadline_s)
@@ -72,36 +79,36 @@ class Gloo:
         return f"process {self.process}"
 
     def post(self, wave: int, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
-        remote: list[tuple[int, bool, Parcel, int]] = []
-        checks_out: dict[int, list[Parcel]] = {}
-        checks_in: dict[int, list[Parcel]] = {}
+        self._wave = wave
         for parcels, is_send in ((receives, False), (sends, True)):
             for parcel in parcels:
                 peer = self._process_of[parcel.dst if is_send else parcel.src]
-                if peer != self.process:
-                    remote.append((parcel.tag, is_send, parcel, peer))
-                    (checks_out if is_send else checks_in).setdefault(peer, []).append(parcel)
-                elif is_send:
-                    self._mailbox.send(parcel)
-                else:
-                    self._mailbox.expect(parcel)
-        remote.sort(key=lambda entry: entry[0])
-        if remote and not 0 <= remote[0][0] <= remote[-1][0] < _FIRST_CHECK_TAG:
-            raise Fault(PROGRAM_FAULT, "message tags are outside the transport's range", where=self.where)
-        for tag, is_send, parcel, peer in remote:
-            self._start(is_send, parcel.data, peer, tag)
-        for peer in sorted({*checks_out, *checks_in}):
-            if peer in checks_out:
-                ordered = sorted(checks_out[peer], key=lambda p: p.tag)
-                values = [p.checksum - (1 << 64) if p.checksum >> 63 else p.checksum for p in ordered]
-                self._start(True, torch.tensor(values, dtype=torch.int64), peer, _FIRST_CHECK_TAG + wave)
-            if peer in checks_in:
-                tags = sorted(p.tag for p in checks_in[peer])
-                sums = torch.empty(len(tags), dtype=torch.int64)
-                self._checks.append((tags, sums))
-                self._start(False, sums, peer, _FIRST_CHECK_TAG + wave)
+                if peer == self.process:
+                    (self._mailbox.send if is_send else self._mailbox.expect)(parcel)
+                    continue
+                if not 0 <= parcel.tag < _FIRST_CHECK_TAG:
+                    raise Fault(PROGRAM_FAULT, "message tags are outside the transport's range", where=self.where)
+                sums = (self._checks_out if is_send else self._checks_in).setdefault(peer, {})
+                sums[parcel.tag] = (sums.get(parcel.tag, 0) + parcel.checksum) & CHECKSUM_MASK
+                self._start(is_send, parcel.data, peer, parcel.tag, parcel)
 
-    def _start(self, is_send: bool, data: torch.Tensor, peer: int, tag: int) -> None:
+    def _exchange_checks(self) -> list[tuple[list[int], torch.Tensor]]:
+        """Start sending every peer the checksums of what was sent to it; (tags, where theirs will be) of every peer."""
+        expected = []
+        for peer in sorted({*self._checks_out, *self._checks_in}):
+            tag = _FIRST_CHECK_TAG + self._wave
+            if peer in self._checks_in:
+                tags = sorted(self._checks_in[peer])
+                sums = torch.empty(len(tags), dtype=torch.int64)
+                expected.append((tags, sums))
+                self._start(False, sums, peer, tag)
+            if peer in self._checks_out:
+                values = [value for _, value in sorted(self._checks_out[peer].items())]
+                signed = [v - (1 << 64) if v >> 63 else v for v in values]
+                self._start(True, torch.tensor(signed, dtype=torch.int64), peer, tag)
+        return expected
+
+    def _start(self, is_send: bool, data: torch.Tensor, peer: int, tag: int, parcel: Parcel | None = None) -> None:
         if self._group is None:
             raise Fault(PARTICIPANT_FAILED, "the transport is closed", where=self.where)
         self._posted.append(data)  # gloo reads or fills it until the work is done
@@ -109,21 +116,24 @@ class Gloo:
             work = self._group.send([data], peer, tag) if is_send else self._group.recv([data], peer, tag)
         except RuntimeError as error:
             raise self._fault(error, f"process {peer} is gone", 0.0) from None
-        self._works.append((work, f"{'sending to' if is_send else 'receiving from'} process {peer}"))
+        doing = f"{'sending to' if is_send else 'receiving from'} process {peer}"
+        self._works.append((work, doing, None if is_send else parcel))
 
-    def wait(self, deadline_s: float) -> dict[int, int]:
+    def wait(self, deadline_s: float, arrived: Callable[[Parcel], None]) -> dict[int, int]:
         end = time.monotonic() + deadline_s
-        checksums = self._mailbox.deliver()
+        expected = self._exchange_checks()
+        checksums = self._mailbox.deliver(arrived)
         while self._works:
-            work, doing = self._works.pop(0)
+            work, doing, parcel = self._works.popleft()
             fault = self._wait(work, end, doing, deadline_s)
             del work
             if fault is not None:
                 raise fault
-        for tags, sums in self._checks:
-            checksums.update((tag, value & ((1 << 64) - 1)) for tag, value in zip(tags, sums.tolist(), strict=True))
-        self._checks.clear()
-        self._posted.clear()
+            if parcel is not None:
+                arrived(parcel)
+        for tags, sums in expected:
+            checksums.update((tag, value & CHECKSUM_MASK) for tag, value in zip(tags, sums.tolist(), strict=True))
+        self._forget()
         return checksums
 
     def _wait(self, work: Any, end: float, doing: str, deadline_s: float) -> Fault | None:
@@ -197,10 +207,14 @@ class Gloo:
 
     def _drop(self) -> None:
         self._works.clear()
-        self._checks.clear()
-        self._posted.clear()
+        self._forget()
         self._mailbox = Mailbox()
         self._group = None
+
+    def _forget(self) -> None:
+        self._checks_out.clear()
+        self._checks_in.clear()
+        self._posted.clear()
 
 
 def open_store(path: str, num_processes: int) -> Any:

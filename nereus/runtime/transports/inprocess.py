@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from nereus.runtime.faults import PROGRAM_FAULT, Fault
-from nereus.runtime.transports.base import Parcel
+from nereus.runtime.transports.base import CHECKSUM_MASK, Parcel
 
 
 class Mailbox:
-    """Messages between devices of one process. In whatever order sender and receiver post, the tag joins them."""
+    """Messages between devices of one process. In whatever order sender and receiver post, tag and part join them."""
 
     def __init__(self) -> None:
-        self._sent: dict[int, Parcel] = {}
-        self._expected: dict[int, Parcel] = {}
+        self._sent: dict[tuple[int, int], Parcel] = {}
+        self._expected: dict[tuple[int, int], Parcel] = {}
 
     def send(self, parcel: Parcel) -> None:
-        if parcel.tag in self._sent:
+        if (parcel.tag, parcel.part) in self._sent:
             raise Fault(PROGRAM_FAULT, f"message {parcel.tag} is sent twice", where=str(parcel.src))
-        self._sent[parcel.tag] = parcel
+        self._sent[parcel.tag, parcel.part] = parcel
 
     def expect(self, parcel: Parcel) -> None:
-        if parcel.tag in self._expected:
+        if (parcel.tag, parcel.part) in self._expected:
             raise Fault(PROGRAM_FAULT, f"message {parcel.tag} is received twice", where=str(parcel.dst))
-        self._expected[parcel.tag] = parcel
+        self._expected[parcel.tag, parcel.part] = parcel
 
-    def deliver(self) -> dict[int, int]:
-        """Copy every message to its receiver's buffer; checksums by tag."""
-        checksums = {}
-        for tag, target in self._expected.items():
-            source = self._sent.pop(tag, None)
+    def deliver(self, arrived: Callable[[Parcel], None]) -> dict[int, int]:
+        """Copy every piece to its receiver's buffer; checksums by tag."""
+        checksums: dict[int, int] = {}
+        for (tag, part), target in self._expected.items():
+            source = self._sent.pop((tag, part), None)
             if source is None:
                 text = f"message {tag} from {target.src} was never sent"
                 raise Fault(PROGRAM_FAULT, text, where=str(target.dst))
@@ -40,7 +40,8 @@ class Mailbox:
                 )
                 raise Fault(PROGRAM_FAULT, text, where=str(target.dst))
             target.data.copy_(source.data)
-            checksums[tag] = source.checksum
+            checksums[tag] = (checksums.get(tag, 0) + source.checksum) & CHECKSUM_MASK
+            arrived(target)
         if self._sent:
             parcel = next(iter(self._sent.values()))
             text = f"message {parcel.tag} to {parcel.dst} is never received"
@@ -64,8 +65,8 @@ class InProcess:
         for parcel in sends:
             self._mailbox.send(parcel)
 
-    def wait(self, deadline_s: float) -> dict[int, int]:
-        return self._mailbox.deliver()
+    def wait(self, deadline_s: float, arrived: Callable[[Parcel], None]) -> dict[int, int]:
+        return self._mailbox.deliver(arrived)
 
     def gather(self, text: str, deadline_s: float) -> tuple[str, ...]:
         return (text,)
