@@ -110,7 +110,8 @@ class DegreeChecker:
                 return None
         return found
 
-    def experts(self, arch: Arch, *, ep: int, etp: int, pp: int, num_devices: int) -> bool:
+    def experts(self, arch: Arch, *, ep: int, etp: int, pp: int, num_devices: int | None) -> bool:
+        """``num_devices``: None where they or a degree are not known; then only what the model says is checked."""
         moe = arch.moe
         if moe is None:
             for key, value in (("ep", ep), ("etp", etp)):
@@ -127,8 +128,8 @@ class DegreeChecker:
             headline = f"etp = {etp} does not divide the expert width {moe.expert_ffn}"
             self.error("NRS3013", headline, ("etp", "tp"), "does not come out")
             good = False
-        group = num_devices // pp
-        if good and (num_devices % pp == 0) and group % (ep * etp):
+        group = 0 if num_devices is None else num_devices // pp
+        if good and num_devices is not None and num_devices % pp == 0 and group % (ep * etp):
             legal = [d for d in range(1, 257) if moe.num_experts % d == 0 and group % (d * etp) == 0]
             headline = f"ep {ep} x etp {etp} does not divide the {group} GPUs of a pipeline stage (tp x cp x dp)"
             help_text = f"legal ep with etp {etp}: {', '.join(map(str, legal)) or 'none'}"

@@ -26,23 +26,21 @@ def resolve(chain: Chain, path: str, sink: Sink, base_dir: str | None = None) ->
     cluster = ClusterResolver(merged, sink)
     folders = {} if base_dir is None else {path: base_dir}
     models = ModelResolver(merged, sink, folders)
-    workload = resolve_workload(merged, sink)
-    stages = StageResolver(merged, cluster, models, workload, sink)
+    read = resolve_workload(merged, sink)
+    stages = StageResolver(merged, cluster, models, None if read is None else read.with_batch, sink)
     checkpoint = resolve_checkpoint(merged, sink)
     if not merged.stages and not merged.broken:
         help_text = "write stage actor.train { on = n0 }"
         sink.error("NRS2019", "the plan has no stage", None, help=help_text)
-    if workload is not None:
-        if workload.mode == "async":
-            _check_generation_apart(stages.stages, cluster, sink)
-        if not sink.has_errors:
-            _note_usual_stages(merged, workload, sink)
-    if sink.has_errors or workload is None:
+    if read is not None and read.is_async:
+        _check_generation_apart(stages.stages, cluster, sink)
+    if sink.has_errors or read is None:
         return None
+    _note_usual_stages(merged, read.workload, sink)
     return Plan(
         cluster=cluster.cluster,
         models=models.models,
-        workload=workload,
+        workload=read.workload,
         stages=stages.stages,
         checkpoint=checkpoint,
         path=path,

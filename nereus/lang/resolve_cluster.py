@@ -78,9 +78,11 @@ class ClusterResolver:
         host, nic = section.entries.get("host_mem"), section.entries.get("nic")
         host_mem_bytes = DEFAULT_HOST_MEM_BYTES if host is None else self._reader.size(host)
         rate = None if nic is None else self._reader.rate(nic, schema.RATE_UNITS)
-        if counted is None or host_mem_bytes is None:
+        if counted is None:
             return None
         num_gpus, gpu = counted
+        if host_mem_bytes is None:  # said already; the GPUs are known all the same
+            host_mem_bytes = DEFAULT_HOST_MEM_BYTES
         if rate is None:
             rate = num_gpus * gpu.default_nic_bytes_per_s
         return num_gpus, gpu, host_mem_bytes, rate

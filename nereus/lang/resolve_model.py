@@ -93,16 +93,16 @@ class ModelResolver:
         precision = self._enum(section, "precision", schema.WEIGHT_DTYPES, "bf16" if base is None else base.precision)
         entry = section.entries.get("frozen")
         frozen = (base is not None and base.frozen) if entry is None else self._reader.boolean(entry)
-        if arch is None or head is None or precision is None or frozen is None:
+        if arch is None or head is None:
             return None
         return Model(
             name=section.name,
             arch=arch,
             source=source,
             head=head,
-            frozen=frozen,
+            frozen=bool(frozen),
             base=None if base is None else base.name,
-            precision=precision,
+            precision=precision or "bf16",
             span=section.head,
         )
 

@@ -41,6 +41,8 @@ class StageResolver:
         self._sink = sink
         self._reader = Reader(sink)
         self._done: dict[str, Stage | None] = {}
+        #: Stages whose devices and degrees are known, so that what follows from them can be judged.
+        self._sound: set[str] = set()
         guests = []
         for name, section in self._sections.items():
             if "with" in section.entries:
@@ -50,6 +52,7 @@ class StageResolver:
         for name in guests:
             self._resolve_guest(name, ())
         found = [stage for name in self._sections if (stage := self._done.get(name)) is not None]
+        #: After errors as far as they are known: no devices where those are not, defaults for what could not be read.
         self.stages: tuple[Stage, ...] = tuple(found)
 
     # -- who runs in whose processes
@@ -82,26 +85,17 @@ class StageResolver:
             self._sink.error("NRS2022", headline, entry.span)
             host = None
         if name not in self._done:
-            self._done[name] = None if host is None else self._resolve(section, host)
-            if host is None:
-                self._check_names(section)
+            self._done[name] = self._resolve(section, host)
         return self._done[name]
-
-    def _check_names(self, section: Section) -> None:
-        """A guest without a host still has its own mistakes."""
-        named = self._name(section)
-        if named is not None:
-            self._keys_of_kind(section, named[1])
 
     # -- one stage
 
     def _resolve(self, section: Section, host: Stage | None) -> Stage | None:
-        named = self._name(section)
-        if named is None:
-            return None
-        before = self._sink.num_errors
-        model_name, kind = named
-        self._keys_of_kind(section, kind)
+        """``host``: None also where a guest's host is not known. A mistake hides no other one that does not follow
+        from it: the stage comes back as far as it is known, None only where it has no name to go by."""
+        model_name, kind = self._name(section)
+        if kind in schema.KINDS:
+            self._keys_of_kind(section, kind)
         model = self._models.find(model_name)
         fields: dict[str, Any] = {"model": model_name, "kind": kind}
         spans = {name: entry.span for name, entry in section.entries.items()}
@@ -109,11 +103,11 @@ class StageResolver:
         checker = DegreeChecker(show(section.name), spans, section.head, self._sink)
         self._where(section, fields, host)
         self._settings(section, fields, kind, model, host)
-        good = self._sink.num_errors == before
-        if host is not None:
-            good &= self._as_guest(section, fields, model, host, checker)
+        sound = False
+        if "with" in section.entries:
+            sound = self._as_guest(section, fields, model, host, checker)
         elif fields.get("service") is None:
-            good &= self._layout(section, fields, kind, model, checker)
+            sound = self._layout(section, fields, kind, model, checker)
         if kind == "train" and model is not None and model.frozen:
             headline = f"{show(section.name)}: a frozen model cannot train"
             where = Label(span=model.span, message="declared frozen") if model.span else None
@@ -122,38 +116,45 @@ class StageResolver:
         if kind == "generate" and model is not None and model.head == "value":
             headline = f"{show(section.name)}: a model with a value head cannot generate"
             self._sink.error("NRS3022", headline, section.head, "generates")
-        if kind == "train" and self._workload is not None and good:
-            by_tokens = fields.get("max_tokens") is not None
-            micro_batch = fields.get("micro_batch", 1)
-            checker.batch(self._workload, dp=fields["dp"], micro_batch=micro_batch, by_tokens=by_tokens)
-        if self._sink.num_errors > before or not good or model is None:
+        if sound:
+            self._sound.add(section.name)
+            if kind == "train":
+                self._batch(section, fields, checker)
+        if section.name != f"{model_name}.{kind}":
             return None
-        return Stage(**fields, span=section.head, key_spans=tuple(spans.items()))
+        given = {name: value for name, value in fields.items() if value is not None}
+        return Stage(**{"devices": (), **given}, span=section.head, key_spans=tuple(spans.items()))
 
-    def _name(self, section: Section) -> tuple[str, str] | None:
+    def _batch(self, section: Section, fields: dict[str, Any], checker: DegreeChecker) -> None:
+        by_tokens = fields.get("max_tokens") is not None
+        if self._workload is None or _unread(section, fields, "max_tokens"):
+            return
+        if by_tokens or not _unread(section, fields, "micro_batch"):
+            micro_batch = fields.get("micro_batch") or 1
+            checker.batch(self._workload, dp=fields["dp"], micro_batch=micro_batch, by_tokens=by_tokens)
+
+    def _name(self, section: Section) -> tuple[str, str]:
+        """Model and kind as they are written, though there may be none such; both empty where there are not two."""
         parts = section.name.split(".")
         word_span = section.head
         if len(parts) != 2:
             headline = f"'{show(section.name)}' is no stage name"
             kinds = listing(schema.KINDS, "or")
             self._sink.error("NRS2026", headline, word_span, f"expected MODEL.KIND, with KIND {kinds}")
-            return None
+            return "", ""
         model, kind = parts
         start = word_span.end - len(section.name)
         source = word_span.source
-        good = True
         if kind not in schema.KINDS:
             span = Span(source=source, start=start + len(model) + 1, end=word_span.end)
             more = suggestion(kind, schema.KINDS, span)
             self._sink.error("NRS2027", f"'{show(kind)}' is no kind of stage", span, "unknown kind", **more)
-            good = False
-        if model not in self._models.known:
-            if not self._broken or did_you_mean(model, self._models.known):
-                span = Span(source=source, start=start, end=start + len(model))
-                more = suggestion(model, self._models.known, span)
-                self._sink.error("NRS2003", f"there is no model '{show(model)}'", span, "unknown model", **more)
-            good = False
-        return (model, kind) if good else None
+        known = self._models.known
+        if model not in known and (not self._broken or did_you_mean(model, known)):
+            span = Span(source=source, start=start, end=start + len(model))
+            more = suggestion(model, known, span)
+            self._sink.error("NRS2003", f"there is no model '{show(model)}'", span, "unknown model", **more)
+        return model, kind
 
     def _keys_of_kind(self, section: Section, kind: str) -> None:
         for key in (*section.entries, *section.blocks):
@@ -238,7 +239,8 @@ class StageResolver:
             span = section.entries["idle"].span
             self._sink.error("NRS3019", headline, span, "use resident or offload")
         swap = section.entries.get("swap")
-        if swap is not None and (host is None or host.model == fields["model"]):
+        lonely = host is None and "with" not in section.entries
+        if swap is not None and (lonely or (host is not None and host.model == fields["model"])):
             headline = f"{show(section.name)}: swap is for a stage with another model's stage"
             note = "a model brought in from host memory needs the processes of another model to come into"
             self._sink.error("NRS3019", headline, swap.span, "nothing to swap with", notes=(note,))
@@ -290,38 +292,43 @@ class StageResolver:
     def _layout(
         self, section: Section, fields: dict[str, Any], kind: str, model: Model | None, checker: DegreeChecker
     ) -> bool:
-        before = self._sink.num_errors
+        """Whether devices and degrees are known afterwards."""
         entries = section.entries
-        on = entries.get("on")
-        devices = None if on is None else self._cluster.devices(on)
+        devices = self._cluster.devices(entries["on"]) if "on" in entries else None
+        num_devices = None if devices is None else len(devices)
         degrees = {key: self._degree(entries, key) for key in ("tp", "pp", "cp", "ep", "etp", "vp", "dp")}
-        tp, pp, cp, vp = (degrees[key] or 1 for key in ("tp", "pp", "cp", "vp"))
+        unread = {key for key in degrees if _unread(section, degrees, key)}
+        tp, pp, cp, vp, ep = (degrees[key] or 1 for key in ("tp", "pp", "cp", "vp", "ep"))
         zero = self._zero(entries)
         order = self._order(section, fields)
-        sp = self._sp(section, tp)
+        sp = self._sp(section, tp, known="tp" not in unread)
         split = None if "pp_split" not in entries else self._pp_split(entries["pp_split"])
-        good = self._sink.num_errors == before
-        arch = None if model is None else model.arch
-        if model is not None:
-            checker.tp(model, tp, None if devices is None else len(devices))
+        # A degree that has to change anyway proves nothing about those that depend on it.
+        wrong = unread & {"tp", "pp", "cp"}
         layers = None
-        if arch is not None and good:
-            layers = checker.split(arch, pp, vp, split)
-        moe = arch is not None and arch.moe is not None
-        ep = degrees["ep"] or 1
+        if model is not None:
+            if "tp" not in unread and not checker.tp(model, tp, num_devices):
+                wrong.add("tp")
+            if not unread & {"pp", "vp"} and not _unread(section, {"pp_split": split}, "pp_split"):
+                layers = checker.split(model.arch, pp, vp, split)
+            if pp > model.arch.num_layers:
+                wrong.add("pp")
+        counted = None
+        if num_devices is not None:
+            counted = checker.count(num_devices, *(1 if k in wrong else degrees[k] or 1 for k in ("tp", "pp", "cp")))
+        dp = None if wrong else counted
+        if degrees["dp"] is not None and dp is not None and num_devices is not None:
+            checker.written_dp(degrees["dp"], dp, num_devices, tp, pp, cp)
+        moe = model is not None and model.arch.moe is not None
         # Experts are cut like the rest until they are spread: then each is whole.
-        etp = degrees["etp"] or (tp if moe and ep == 1 else 1)
-        dp = None if devices is None else checker.count(len(devices), tp, pp, cp)
-        if devices is None or dp is None:
-            return False
-        if degrees["dp"] is not None:
-            checker.written_dp(degrees["dp"], dp, len(devices), tp, pp, cp)
-        if arch is not None and good:
-            checker.experts(arch, ep=ep, etp=etp, pp=pp, num_devices=len(devices))
+        etp = degrees["etp"] or (tp if moe and ep == 1 and not unread & {"ep", "etp"} and "tp" not in wrong else 1)
+        if model is not None:
+            spread = num_devices if dp is not None and not unread & {"ep", "etp"} else None
+            checker.experts(model.arch, ep=ep, etp=etp, pp=pp, num_devices=spread)
         fsdp = self._fsdp(section, fields, kind, dp, zero, checker)
         place = self._place(entries, devices)
-        if self._sink.num_errors == before and order is not None:
-            ranks = devices if place is None else place
+        ranks = devices if "place" not in entries else place
+        if ranks is not None and dp is not None and order is not None and not section.broken:
             stride = 1
             for axis in order.split("-"):
                 if axis == "tp":
@@ -330,20 +337,19 @@ class StageResolver:
             checker.tp_inside_nodes(ranks, tp, stride)
         fields.update(devices=devices, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, vp=vp, dp=dp, sp=sp, pp_split=layers)
         fields.update(zero=zero, fsdp=fsdp, order=order, place=place)
-        if self._sink.num_errors == before:
-            self._replicas(section, fields)
-        return self._sink.num_errors == before
+        self._replicas(section, fields)
+        return dp is not None
 
     def _degree(self, entries: Mapping[str, Entry], key: str) -> int | None:
         entry = entries.get(key)
         return None if entry is None else self._reader.integer(entry)
 
-    def _sp(self, section: Section, tp: int) -> bool:
+    def _sp(self, section: Section, tp: int, *, known: bool) -> bool:
         entry = section.entries.get("sp")
         if entry is None:
             return tp > 1
         sp = self._reader.boolean(entry)
-        if sp and tp == 1:
+        if sp and tp == 1 and known:
             headline = f"{show(section.name)}: sp = true has no effect with tp = 1"
             self._sink.warning("NRS3024", headline, entry.span, "sequence parallelism works inside a tp group")
         return bool(sp) and tp > 1
@@ -395,18 +401,21 @@ class StageResolver:
         return tuple(c for c in counts if c is not None)
 
     def _fsdp(
-        self, section: Section, fields: dict[str, Any], kind: str, dp: int, zero: int, checker: DegreeChecker
-    ) -> int:
-        """Shard-group size; 0 = off. ``backend = fsdp`` shards fully unless the plan says otherwise."""
+        self, section: Section, fields: dict[str, Any], kind: str, dp: int | None, zero: int, checker: DegreeChecker
+    ) -> int | None:
+        """Shard-group size; 0 = off; None where it is not known, as with an unknown ``dp``. ``backend = fsdp`` shards
+        fully unless the plan says otherwise."""
         entry = section.entries.get("fsdp")
         if entry is None:
             full = fields.get("backend") == "fsdp" and zero == 0
-            return dp if full and dp > 1 else 0
+            return 0 if not full or dp == 1 else dp
         self._reader.no_body(entry)
         value = entry.value
         size: int | None
         if isinstance(value, Number):
             size = self._reader.integer(entry)
+            if size is None:
+                return None
         elif isinstance(value, Word) and value.text in ("full", "off"):
             size = dp if value.text == "full" else 0
         else:
@@ -415,32 +424,34 @@ class StageResolver:
             fix = None if close is None else Fix(span=value.span, text=close)
             help_text = None if close is None else f"did you mean {close}?"
             self._reader.wrong_type(entry, "full, off or the size of the shard group", help=help_text, fix=fix)
-            return 0
-        if size is None or size == 0:
+            return None
+        if size == 0:
             return 0
         if zero:
             labels = (Label(span=section.entries["zero"].span, message="also given"),)
             headline = f"{show(section.name)}: zero and fsdp both shard over dp"
             self._sink.error("NRS3010", headline, entry.span, "use one of them", secondary=labels)
-            return 0
+            return None
+        if dp is None or size is None:
+            return None
         if dp % size:
             legal = [d for d in range(2, min(dp, 4096) + 1) if dp % d == 0]
             headline = f"fsdp = {size} does not divide dp {dp}"
             label = f"legal: {', '.join(map(str, legal[:12]))}" if legal else "dp is 1: use fsdp = off"
             checker.error("NRS3011", headline, ("fsdp",), label)
-            return 0
+            return None
         if size == 1 and dp > 1 and kind == "train":
             headline = f"fsdp = 1 leaves {dp} replicas that never exchange gradients"
             help_text = f"write fsdp = full (shards over {dp}), a divisor of {dp} above 1, or fsdp = off (all-reduce)"
             checker.error("NRS3016", headline, ("fsdp",), "a shard group of one", help=help_text)
         return size if size > 1 else 0
 
-    def _place(self, entries: Mapping[str, Entry], devices: tuple[Device, ...]) -> tuple[Device, ...] | None:
+    def _place(self, entries: Mapping[str, Entry], devices: tuple[Device, ...] | None) -> tuple[Device, ...] | None:
         entry = entries.get("place")
         if entry is None:
             return None
         place = self._cluster.devices(entry)
-        if place is None:
+        if place is None or devices is None:
             return None
         missing, extra = sorted(set(devices) - set(place)), sorted(set(place) - set(devices))
         if missing or extra:
@@ -463,7 +474,7 @@ class StageResolver:
         small = entries_of(block.body, schema.REPLICA_KEYS, where, section.level, self._sink)
         least = self._reader.integer(small["min"]) if "min" in small else 1
         dormant = self._reader.integer(small["dormant"], least=0) if "dormant" in small else 0
-        if least is None or dormant is None:
+        if least is None or dormant is None or fields["dp"] is None or fields["fsdp"] is None:
             return
         shards = fields["fsdp"] or (fields["dp"] if fields["zero"] else 1)
         complete = fields["dp"] // shards
@@ -476,16 +487,20 @@ class StageResolver:
     # -- guests
 
     def _as_guest(
-        self, section: Section, fields: dict[str, Any], model: Model | None, host: Stage, checker: DegreeChecker
+        self, section: Section, fields: dict[str, Any], model: Model | None, host: Stage | None, checker: DegreeChecker
     ) -> bool:
-        before = self._sink.num_errors
-        same_model = host.model == fields["model"]
+        """Whether devices and degrees are known afterwards. Without a known host only what no stage ``with`` another
+        may write is refused."""
+        same_model = host is not None and host.model == fields["model"]
         refused = [k for k in _FROM_HOST if not (k == "pp_split" and not same_model)]
         if same_model:
             refused += ["idle"]
         for key in refused:
             if key in section.entries or key in section.blocks:
                 self._from_host(section, key, host)
+        if host is None:
+            return False
+        sound = host.name in self._sound
         host_model = self._models.find(host.model)
         for key in ("devices", "tp", "pp", "cp", "ep", "etp", "vp", "dp", "sp", "zero", "fsdp", "order", "place"):
             fields[key] = getattr(host, key)
@@ -494,25 +509,33 @@ class StageResolver:
         if same_model:
             fields["idle"] = host.idle
         if model is None or host_model is None or (same_model or model.arch == host_model.arch):
-            if "pp_split" in section.entries and not same_model:
+            if model is not None and host_model is not None and "pp_split" in section.entries and not same_model:
                 self._from_host(section, "pp_split", host)
-            return self._sink.num_errors == before
+            return sound
         # Another architecture in the host's processes: its own layers and experts, over the host's ranks.
         if model.arch.moe is None:
             fields["ep"] = fields["etp"] = 1
         elif host_model.arch.moe is None:
             fields["etp"] = host.tp
-        checker.tp(model, host.tp, len(host.devices))
         written = self._pp_split(section.entries["pp_split"]) if "pp_split" in section.entries else None
-        if self._sink.num_errors == before:
-            fields["pp_split"] = checker.split(model.arch, host.pp, host.vp, written)
-        if self._sink.num_errors == before:
-            checker.experts(model.arch, ep=fields["ep"], etp=fields["etp"], pp=host.pp, num_devices=len(host.devices))
-        return self._sink.num_errors == before
+        if sound:  # else the host has to change, and this stage with it
+            num_devices = len(host.devices)
+            if not _unread(section, {"pp_split": written}, "pp_split"):
+                fields["pp_split"] = checker.split(model.arch, host.pp, host.vp, written)
+            if checker.tp(model, host.tp, num_devices):
+                checker.experts(model.arch, ep=fields["ep"], etp=fields["etp"], pp=host.pp, num_devices=num_devices)
+        return sound
 
-    def _from_host(self, section: Section, key: str, host: Stage) -> None:
+    def _from_host(self, section: Section, key: str, host: Stage | None) -> None:
         item: Entry | Block = section.entries[key] if key in section.entries else section.blocks[key]
         span = item.span if isinstance(item, Entry) else item.keyword.span
         label = Label(span=section.entries["with"].span, message="its host")
-        headline = f"{show(section.name)} runs in the processes of {host.name}, which decides {key}"
-        self._sink.error("NRS2021", headline, span, "remove it", secondary=(label,), help=f"write it in {host.name}")
+        where = "another stage" if host is None else host.name
+        headline = f"{show(section.name)} runs in the processes of {where}, which decides {key}"
+        help_text = None if host is None else f"write it in {host.name}"
+        self._sink.error("NRS2021", headline, span, "remove it", secondary=(label,), help=help_text)
+
+
+def _unread(section: Section, values: Mapping[str, object], key: str) -> bool:
+    """Whether ``key`` is, or may be, written without being understood: its value is then not the default."""
+    return values.get(key) is None and (key in section.entries or section.broken)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from nereus.ir.plan import Checkpoint, Workload
 from nereus.lang import schema
 from nereus.lang.merge import Entry, Merged, Section, entries_of
@@ -10,17 +12,33 @@ from nereus.lang.syntax import Word
 from nereus.lang.values import Reader
 
 
-def resolve_workload(merged: Merged, sink: Sink) -> Workload | None:
-    """None after an error in it, or where there is none."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadWorkload:
+    """``workload`` has defaults in place of what could not be read; ``unread`` names those keys."""
+
+    workload: Workload
+    unread: frozenset[str]
+
+    @property
+    def with_batch(self) -> Workload | None:
+        """The workload if its mini_batch is known."""
+        return None if "mini_batch" in self.unread else self.workload
+
+    @property
+    def is_async(self) -> bool:
+        """False also where the mode is not known."""
+        return self.workload.mode == "async" and "mode" not in self.unread
+
+
+def resolve_workload(merged: Merged, sink: Sink) -> ReadWorkload | None:
+    """None where there is none; a mistake in one key leaves the others known."""
     section = merged.workload
     if section is None:
         if not merged.broken:
             help_text = "write workload { algorithm = ppo  prompts = 512  prompt_len = 1024  response_len = 1024 }"
             sink.error("NRS2019", "the plan has no workload block", None, help=help_text)
         return None
-    before = sink.num_errors
-    workload = _Workload(section, sink).resolve()
-    return workload if sink.num_errors == before else None
+    return _Workload(section, sink).resolve()
 
 
 def resolve_checkpoint(merged: Merged, sink: Sink) -> Checkpoint | None:
@@ -46,26 +64,32 @@ class _Workload:
         self._section = section
         self._sink = sink
         self._reader = Reader(sink)
+        self._unread: set[str] = set()
 
-    def resolve(self) -> Workload:
+    def resolve(self) -> ReadWorkload:
         defaults = Workload()
         entries = self._section.entries
         algorithm = entries.get("algorithm")
         name = None if algorithm is None else self._reader.enum(algorithm, schema.ALGORITHMS)
         mode, staleness, sync_every, partial = self._mode(entries.get("mode"))
         prompts, samples = self._count("prompts", 1), self._count("samples", 1)
+        total_known = not self._unread & {"prompts", "samples"}
         mini_batch = self._count("mini_batch", prompts * samples)
+        if "mini_batch" not in entries and not total_known:
+            self._unread.add("mini_batch")
         prompt_len = self._count("prompt_len", defaults.prompt_len, schema.TOKEN_UNITS)
         response_len = self._count("response_len", defaults.response_len, schema.TOKEN_UNITS)
         max_response = self._count("max_response", 0, schema.TOKEN_UNITS)
         max_tokens = self._count("max_tokens", 0, schema.TOKEN_UNITS)
-        if max_response and response_len > max_response and "max_response" in entries:
+        lengths_known = not self._unread & {"response_len", "max_response"}
+        if lengths_known and max_response and response_len > max_response:
             entry = entries.get("response_len", entries["max_response"])
             headline = f"response_len {response_len} is above max_response {max_response}"
             note = "response_len is the length observed now, max_response the longest that the job promises"
             self._sink.error("NRS3025", headline, entry.span, "observed above promised", notes=(note,))
-        self._check_mini_batch(prompts, samples, mini_batch)
-        return Workload(
+        if total_known and "mini_batch" not in self._unread:
+            self._check_mini_batch(prompts, samples, mini_batch)
+        workload = Workload(
             algorithm=name or defaults.algorithm,
             mode=mode,
             staleness=staleness,
@@ -81,17 +105,25 @@ class _Workload:
             max_tokens=max_tokens or None,
             span=self._section.head,
         )
+        return ReadWorkload(workload=workload, unread=frozenset(self._unread))
 
     def _count(self, key: str, default: int, units: dict[str, int] | None = None) -> int:
         entry = self._section.entries.get(key)
-        if entry is None:
-            return default
-        return self._reader.integer(entry, units=units) or default
+        value = None if entry is None else self._reader.integer(entry, units=units)
+        # What could not be parsed may have been this key.
+        if value is None and (entry is not None or self._section.broken):
+            self._unread.add(key)
+        return default if value is None else value
 
     def _mode(self, entry: Entry | None) -> tuple[str, int, int, bool]:
         if entry is None:
+            if self._section.broken:
+                self._unread.add("mode")
             return "sync", 0, 1, False
-        mode = self._reader.enum(entry, schema.MODES, allow_body=True) or "sync"
+        known = self._reader.enum(entry, schema.MODES, allow_body=True)
+        if known is None:
+            self._unread.add("mode")
+        mode = known or "sync"
         staleness, sync_every, partial = (1 if mode == "async" else 0), 1, False
         if entry.body is None:
             return mode, staleness, sync_every, partial
@@ -119,3 +151,4 @@ class _Workload:
         notes = (f"{prompts} prompts x {samples} samples = {total}",)
         help_text = f"legal nearby: {listing(sorted(legal), 'or')}" if legal else None
         self._sink.error("NRS3020", headline, entry.span, "does not come out", notes=notes, help=help_text)
+        self._unread.add("mini_batch")  # it will change, so it proves nothing about the stages

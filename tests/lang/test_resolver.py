@@ -220,7 +220,71 @@ class TestNumbers:
             "stage actor.logprob { with = actor.tran }\n"
         )
         expected = ["NRS2009", "NRS2002", "NRS2004", "NRS2007", "NRS2010", "NRS2008", "NRS2010", "NRS2007", "NRS2006"]
-        assert sorted(codes(text)) == sorted(expected)
+        assert sorted(codes(text)) == sorted([*expected, "NRS2013"])
+
+    def test_a_wrong_dp_hides_nothing(self) -> None:
+        text = CLUSTER + MODELS + "workload { algorithm = grpo  mode = async  prompts = 96 }\n"
+        text += "stage actor.generate { on = n0  tp = 2 }\n"
+        text += "stage actor.train { on = n[0-1]  tp = 16  dp = 4  micro_batch = 5 }"
+        assert codes(text) == ["NRS3002", "NRS3004", "NRS3007", "NRS3006"]
+
+    def test_every_mistake_once_without_echoes(self) -> None:
+        """One code for each mistake; the others of a stage do not wait until it is repaired."""
+        text = (
+            'cluster { node n[0-1] { gpus = 8 x "h100-sxm-80gb"  host_mem = 2 GB/s } }\n'  # NRS2009
+            'model actor = "llama-3.1-8b" { frozzen = true }\n'  # NRS2002
+            'model critic = "llama-3.1-9b"\n'  # NRS2004
+            "workload { algorithm = grpoo  mode = async  samples = two  mini_batch = 96 }\n"  # NRS2007, 2008
+            "stage actor.generate { on = n0  tp = 2  engine = vlm }\n"  # NRS3002, 2007
+            "stage actor.train { on = n[0-1]  tp = 2  dp = 4  micro_batch = 5  recompute = ful  order = tp-pp\n"
+            "  place = n7  zero = 1  fsdp = 4 }\n"  # NRS3004, 3007, 2007, 3018, 2013, 3010
+            "stage actor.logprob { with = actor.trian  tp = 2 }\n"  # NRS2006, 2021
+            "stage actor.infer { on = n0.gpu9  idle = sleep }\n"  # NRS2014, 2007
+        )
+        expected = "2009 2002 2004 2007 2008 3002 2007 3004 3007 2007 3018 2013 3010 2006 2021 2014 2007"
+        assert codes(text) == [f"NRS{code}" for code in expected.split()]
+
+    @pytest.mark.parametrize(
+        ("stage", "expected"),
+        [
+            ("tp = two  dp = 4  sp = true  micro_batch = 7", ["NRS2008"]),
+            ("tp = 3  dp = 4  micro_batch = 7  fsdp = 5", ["NRS3005"]),
+            ("tp = 3  pp = 5", ["NRS3003", "NRS3005", "NRS3008"]),
+            ("tp = 5  pp = 64", ["NRS3005", "NRS3008"]),
+            ("tp 2  dp = 4  micro_batch = 7", ["NRS1008"]),
+            ("zero = 9  micro_batch = 7", ["NRS2010", "NRS3007"]),
+            ("fsdp = 3  micro_batch = 7", ["NRS3007", "NRS3011"]),
+            ("micro_batch = x  max_tokens = 4096 s", ["NRS2008", "NRS2009"]),
+            ("ep = x  etp = 2", ["NRS2008", "NRS3012"]),
+        ],
+    )
+    def test_what_follows_from_a_mistake_is_not_said(self, stage: str, expected: list[str]) -> None:
+        assert sorted(codes(HEAD + f"stage actor.train {{ on = n0  {stage} }}")) == expected
+
+    @pytest.mark.parametrize(
+        ("workload", "expected"),
+        [
+            ("prompts = x  mini_batch = 64", ["NRS2008", "NRS3007"]),
+            ("prompts = x", ["NRS2008"]),
+            ("prompts = 64  mini_batch = 48", ["NRS3020"]),
+            ("prompts = 64  response_len = x  max_response = 100", ["NRS2008", "NRS3007"]),
+            ("prompts = 64  mode = asink", ["NRS2007", "NRS3007"]),
+        ],
+    )
+    def test_mistakes_of_the_workload(self, workload: str, expected: list[str]) -> None:
+        text = CLUSTER + MODELS + f"workload {{ {workload} }}\n"
+        assert sorted(codes(text + "stage actor.train { on = n0  micro_batch = 7 }")) == expected
+
+    def test_guests_of_a_faulty_host(self) -> None:
+        text = HEAD + "stage actor.train { on = n0  tp = 2  dp = 2 }\n"
+        text += 'model small = "llama-3.2-1b"\nstage small.train { with = actor.train  micro_batch = 3 }\n'
+        assert codes(text) == ["NRS3004", "NRS3007"]
+        assert codes(text.replace("tp = 2  dp = 2", "tp = 3")) == ["NRS3005"]
+
+    def test_a_stage_of_no_kind_has_its_other_mistakes_too(self) -> None:
+        assert codes(HEAD + "stage actor.trian { on = n7  tp = 3 }") == ["NRS2027", "NRS2013", "NRS3005"]
+        assert codes(HEAD + "stage actr.train { on = n0  micro_batch = 3 }") == ["NRS2003", "NRS3007"]
+        assert codes(HEAD + "stage actor { on = n7 }\nstage actor.infer { with = actor }") == ["NRS2026", "NRS2013"]
 
 
 class TestHf:
