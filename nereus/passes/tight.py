@@ -44,6 +44,12 @@ class _Unit:
     moves: list[int] = field(default_factory=list)
     reads: set[StorageKey] = field(default_factory=set)
 
+    @property
+    def frees_nothing(self) -> bool:
+        """State that the framework makes: it comes from nowhere, so nothing old waits for it. (A weight waits for its
+        master.)"""
+        return not self.moves and not self.reads and self.key[2] != "master"
+
     def complete(self, move_wave: list[int]) -> bool:
         return all(move_wave[number] >= 0 for number in self.moves)
 
@@ -102,7 +108,11 @@ def tight_schedule(
         for unit in filling:
             progress |= window.post(unit)
         left: list[_Unit] = []
+        filled = {unit.space for unit in pending if not unit.frees_nothing}
         for unit in pending:
+            if unit.frees_nothing and unit.space in filled:
+                left.append(unit)  # the room is for those that let something old go
+                continue
             # A derived weight waits for its master, an earlier unit of the same tensor.
             if unit.num_bytes > free[unit.space] or not _master_ready(unit, units, acquire) or not window.open(unit):
                 left.append(unit)
