@@ -166,3 +166,44 @@ def test_an_oversized_cache_is_cut_to_what_fits() -> None:
     (error,) = _errors(plan)
     assert error.help is not None and error.help.startswith("fits with: kv_cache = 58 GiB (")
     assert process_count(plan, Device("n0", 0)) == 1
+
+
+def _engine_beside_trainer(**engine: Any) -> Plan:
+    policy = model("actor", "qwen2.5-7b")
+    stages = (
+        stage(policy, "generate", devices(0, 0), tp=2, **engine),
+        stage(policy, "train", devices(0, 0), tp=2, optimizer="adam"),
+    )
+    workload = Workload(mini_batch=64, prompt_len=1024, response_len=3072)
+    return Plan(cluster=cluster("h200-sxm-141gb", 1), models=(policy,), workload=workload, stages=stages)
+
+
+@pytest.mark.parametrize("engine", [{}, {"mem_fraction": 0.8}, {"kv_cache_bytes": 90 * GIB}])
+def test_a_cache_that_leaves_room_for_its_resident_neighbour(engine: dict[str, Any]) -> None:
+    plan = _engine_beside_trainer(**engine)
+    for error in _errors(plan):
+        (text,) = (key for key, _ in error.data if "kv_cache = " in key)
+        size = int(text.split("kv_cache = ")[1].split(" GiB")[0])
+        assert text.endswith("instead of mem = 0.8") == ("mem_fraction" in engine)
+        cached = replace(plan.stage("actor.generate"), kv_cache_bytes=size * GIB, mem_fraction=None)
+        assert check_memory(replace(plan, stages=(cached, plan.stage("actor.train")))) == (), "one change mends both"
+        larger = replace(cached, kv_cache_bytes=(size + 1) * GIB)
+        assert _errors(replace(plan, stages=(larger, plan.stage("actor.train")))), "and it is the largest"
+    assert len(_errors(plan)) == 2
+    assert "actor.generate { idle = offload } (" in str(_errors(plan)[1].help)
+
+
+def test_a_cache_together_with_offloading() -> None:
+    plan = _engine_beside_trainer()
+    small = replace(plan, cluster=cluster("a100-sxm-80gb", 1))
+    stages = (small.stage("actor.generate"), replace(small.stage("actor.train"), tp=1, dp=8, sp=False))
+    error = _errors(replace(small, stages=stages))[0]
+    assert error.help is not None and "actor.train { idle = offload }, kv_cache = " in error.help
+
+
+def test_no_cache_is_offered_that_holds_less_than_a_sequence() -> None:
+    plan = _engine_beside_trainer(kv_cache_bytes=60 * GIB)
+    # 28 layers, 4 kv heads of 128 over tp 4: 14 KiB a token, so 8 Mi tokens are 112 GiB.
+    plan = replace(plan, workload=replace(plan.workload, prompt_len=1024, response_len=2**23))
+    helps = [str(error.help) for error in _errors(plan) if error.code == "NRS4001"]
+    assert helps and not any("kv_cache = " in text for text in helps)

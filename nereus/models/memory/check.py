@@ -14,11 +14,11 @@ from dataclasses import replace
 from nereus.ir.diagnostic import Diagnostic, Label, Severity, Span
 from nereus.ir.plan import Plan, Stage
 from nereus.ir.units import format_bytes, format_gb
-from nereus.models.memory.activations import batch_of, in_flight, kv_bytes_per_token
+from nereus.models.memory.activations import batch_of, in_flight
+from nereus.models.memory.cache import cache_tokens
 from nereus.models.memory.remedies import remedies
 from nereus.models.memory.report import HostRow, MemoryReport, MemoryRow, Part
-from nereus.models.memory.state import copies, owner_of
-from nereus.models.memory.steady import kv_cache_bytes, mem_bytes_of, steady_state
+from nereus.models.memory.steady import steady_state
 
 #: Which key of a stage decides a part's size, tried in this order.
 _DECIDING_KEYS = {
@@ -58,7 +58,8 @@ def _does_not_fit(plan: Plan, row: MemoryRow, report: MemoryReport) -> Diagnosti
         options = "; ".join(f"{remedy.text} ({format_gb(remedy.need_bytes)} GB)" for remedy in helping)
         help_text = f"fits with: {options}"
     else:
-        help_text = "neither micro_batch, recompute, zero, tp nor offload makes it fit: give it more or larger GPUs"
+        tried = "kv_cache, tp" if stage.kind == "generate" else "micro_batch, recompute, zero, tp, kv_cache"
+        help_text = f"neither {tried} nor offload makes it fit: give it more or larger GPUs"
     return Diagnostic(
         code="NRS4001",
         severity=Severity.ERROR,
@@ -109,7 +110,7 @@ def _host_does_not_fit(plan: Plan, host: HostRow) -> Diagnostic:
 
 
 def _cache_too_small(plan: Plan, report: MemoryReport) -> Iterator[Diagnostic]:
-    for stage, held, per_token in _caches(plan, report):
+    for stage, held, per_token in cache_tokens(plan, report):
         if held >= plan.workload.seq_len:
             continue
         yield Diagnostic(
@@ -132,7 +133,7 @@ def _promise_does_not_fit(plan: Plan, report: MemoryReport) -> Iterator[Diagnost
     later = steady_state(grown)
     tight = [row for row in later.worst_rows() if not row.fits and report.worst(row.stage).fits]
     small = [
-        stage for stage, held, _ in _caches(grown, later) if plan.workload.seq_len <= held < grown.workload.seq_len
+        stage for stage, held, _ in cache_tokens(grown, later) if plan.workload.seq_len <= held < grown.workload.seq_len
     ]
     if not tight and not small:
         return
@@ -153,31 +154,6 @@ def _promise_does_not_fit(plan: Plan, report: MemoryReport) -> Iterator[Diagnost
             *((f"have_bytes:{row.stage}", row.capacity_bytes) for row in tight),
         ),
     )
-
-
-def _caches(plan: Plan, report: MemoryReport) -> Iterator[tuple[Stage, int, int]]:
-    """(stage, tokens that its cache holds, bytes per token) on the engine's tightest GPU."""
-    by_owner = {(copy.owner.name, copy.model.name): copy for copy in copies(plan)}
-    nodes = {node.name: node for node in plan.cluster.nodes}
-    for stage in plan.stages:
-        if stage.kind != "generate" or stage.service is not None:
-            continue
-        copy = by_owner[owner_of(plan, stage).name, stage.model]
-        tightest: tuple[int, int] | None = None
-        for row in report.rows:
-            if row.stage != stage.name:
-                continue
-            layers = copy.shapes[row.pp_index].num_layers
-            per_token = kv_bytes_per_token(copy.model.arch, stage, layers, _CACHE_ELEMENT_BYTES)
-            mem_bytes = mem_bytes_of(nodes[row.device.node])
-            tokens = kv_cache_bytes(plan, copy, stage, row.pp_index, mem_bytes) // max(1, per_token)
-            if tightest is None or tokens < tightest[0]:
-                tightest = (tokens, per_token)
-        if tightest is not None:
-            yield stage, *tightest
-
-
-_CACHE_ELEMENT_BYTES = 2  # bf16 cache
 
 
 def _largest_first(parts: tuple[Part, ...]) -> tuple[Part, ...]:

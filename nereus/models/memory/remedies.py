@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from nereus.ir.plan import Plan, Stage
 from nereus.ir.units import GIB
+from nereus.models.memory.cache import cache_tokens
 from nereus.models.memory.report import MemoryReport, MemoryRow
 from nereus.models.memory.state import owner_of
 from nereus.models.memory.steady import steady_state
@@ -26,8 +27,12 @@ _Change = tuple[str, Callable[[Plan], Plan]]
 
 def remedies(plan: Plan, row: MemoryRow, report: MemoryReport) -> tuple[Remedy, ...]:
     """Single changes that make ``row.stage`` fit and break no other stage; if none does, the shortest combination."""
+    before = _Before(
+        broken=frozenset(r.stage for r in report.rows if not r.fits),
+        held={stage.name: held for stage, held, _ in cache_tokens(plan, report)},
+    )
     changes = tuple(_single_changes(plan, plan.stage(row.stage), row))
-    found = [remedy for text, change in changes if (remedy := _tested(change(plan), row.stage, text, report))]
+    found = [remedy for text, change in changes if (remedy := _tested(change(plan), row.stage, text, before))]
     if found:
         return tuple(found)
     best: tuple[int, Remedy] | None = None
@@ -36,37 +41,48 @@ def remedies(plan: Plan, row: MemoryRow, report: MemoryReport) -> tuple[Remedy, 
         for text, change in _combination(combined, combined.stage(row.stage), row):
             combined = change(combined)
             texts.append(text)
-            remedy = _tested(combined, row.stage, ", ".join(texts), report)
-            if remedy is not None:
-                if best is None or len(texts) < best[0]:
-                    best = len(texts), remedy
+            tries = [(texts, combined)]
+            tries += [([*texts, more], smaller(combined)) for more, smaller in _smaller_caches(combined, row.stage)]
+            fitting = [(len(t), r) for t, p in tries if (r := _tested(p, row.stage, ", ".join(t), before)) is not None]
+            if fitting:
+                best = min((fitting[0], *((best,) if best else ())), key=lambda found: found[0])
                 break
     return () if best is None else (best[1],)
 
 
-def _tested(changed: Plan, stage: str, text: str, before: MemoryReport) -> Remedy | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Before:
+    """The plan without a remedy: stages that do not fit, tokens that each engine's cache holds."""
+
+    broken: frozenset[str]
+    held: dict[str, int]
+
+
+def _tested(changed: Plan, stage: str, text: str, before: _Before) -> Remedy | None:
     after = steady_state(changed)
-    broken = {row.stage for row in before.rows if not row.fits}
-    if any(not row.fits and (row.stage == stage or row.stage not in broken) for row in after.rows):
+    if any(not row.fits and (row.stage == stage or row.stage not in before.broken) for row in after.rows):
         return None
     if any(not host.fits for host in after.hosts):
         return None
+    for engine, held, _ in cache_tokens(changed, after):
+        before_it = before.held.get(engine.name, 0)
+        if held < changed.workload.seq_len and (engine.name == stage or before_it >= changed.workload.seq_len):
+            return None
     return Remedy(text=text, need_bytes=after.worst(stage).need_bytes)
 
 
 def _single_changes(plan: Plan, stage: Stage, row: MemoryRow) -> Iterator[_Change]:
     owner = owner_of(plan, stage)
-    if stage.kind == "generate":
-        yield from _smaller_cache(stage, row)
-    else:
+    yield from _smaller_caches(plan, stage.name)
+    if stage.kind != "generate":
         yield from _smaller_micro_batch(plan, stage, row)
     if stage.is_train and stage.recompute != "full":
         yield _set(stage.name, "recompute", "full")
     if owner.is_train and not owner.zero and not owner.fsdp and owner.dp > 1:
         yield _set(owner.name, "zero", 1)
     yield from _other_degrees(plan, owner)
-    for other in _resident_neighbours(plan, row, owner):
-        yield f"{other} {{ idle = offload }}", _setter(other, "idle", "offload")
+    for other in _resident_neighbours(row):
+        yield f"{other} {{ idle = offload }}", _setter(other, idle="offload")
 
 
 def _combination(plan: Plan, stage: Stage, row: MemoryRow) -> Iterator[_Change]:
@@ -74,21 +90,37 @@ def _combination(plan: Plan, stage: Stage, row: MemoryRow) -> Iterator[_Change]:
     owner = owner_of(plan, stage)
     if owner.is_train and not owner.zero and not owner.fsdp and owner.dp > 1:
         yield _set(owner.name, "zero", 1)
-    for other in _resident_neighbours(plan, row, owner):
-        yield f"{other} {{ idle = offload }}", _setter(other, "idle", "offload")
+    for other in _resident_neighbours(row):
+        yield f"{other} {{ idle = offload }}", _setter(other, idle="offload")
     if stage.micro_batch > 1 and stage.max_tokens is None:
         yield _set(stage.name, "micro_batch", 1)
     if stage.is_train and stage.recompute != "full":
         yield _set(stage.name, "recompute", "full")
 
 
-def _smaller_cache(stage: Stage, row: MemoryRow) -> Iterator[_Change]:
-    cache = stage.kv_cache_bytes
-    if cache is None:
-        return
-    fitting = (cache - (row.need_bytes - row.capacity_bytes)) // GIB
-    if fitting > 0:
-        yield f"kv_cache = {fitting} GiB", _setter(stage.name, "kv_cache_bytes", fitting * GIB)
+def _smaller_caches(plan: Plan, name: str) -> Iterator[_Change]:
+    """A ``kv_cache`` for the engine that runs, or for one that stays resident beside: the largest in whole GiB with
+    which every stage of those GPUs fits, else stage ``name``; none that would not hold one sequence."""
+    report = steady_state(plan)
+    row = report.worst(name)
+    for engine, _, per_token in cache_tokens(plan, report):
+        if not _cache_in(row, engine.name):
+            continue
+        for rows in (report.rows, tuple(r for r in report.rows if r.stage == name)):
+            held = [(r, cache) for r in rows if (cache := _cache_in(r, engine.name))]
+            size = min(cache - (r.need_bytes - r.capacity_bytes) for r, cache in held) // GIB
+            if size * GIB >= max(1, plan.workload.seq_len * per_token):
+                text = f"kv_cache = {size} GiB"
+                text = text if engine.name == name else f"{engine.name} {{ {text} }}"
+                if engine.mem_fraction is not None:
+                    text += f" instead of mem = {engine.mem_fraction:g}"
+                yield text, _setter(engine.name, kv_cache_bytes=size * GIB, mem_fraction=None)
+                break
+
+
+def _cache_in(row: MemoryRow, engine: str) -> int:
+    """Bytes of the engine's cache, running or resident."""
+    return sum(part.num_bytes for part in row.parts if part.stage == engine and part.label.endswith("kv cache"))
 
 
 def _smaller_micro_batch(plan: Plan, stage: Stage, row: MemoryRow) -> Iterator[_Change]:
@@ -126,22 +158,21 @@ def _other_degrees(plan: Plan, owner: Stage) -> Iterator[_Change]:
             yield text, _degrees_setter(names, tp=tp, pp=pp, dp=dp, num_layers=num_layers)
 
 
-def _resident_neighbours(plan: Plan, row: MemoryRow, owner: Stage) -> tuple[str, ...]:
+def _resident_neighbours(row: MemoryRow) -> tuple[str, ...]:
     """Stages whose idle state lies beside the running one, largest first."""
     beside: dict[str, int] = {}
     for part in row.parts:
-        if part.stage and owner_of(plan, plan.stage(part.stage)).name != owner.name:
+        if part.stage not in ("", row.stage):
             beside[part.stage] = beside.get(part.stage, 0) + part.num_bytes
     return tuple(sorted(beside, key=lambda name: -beside[name]))
 
 
 def _set(stage: str, key: str, value: int | str) -> _Change:
-    return f"{key} = {value}", _setter(stage, key, value)
+    return f"{key} = {value}", _setter(stage, **{key: value})
 
 
-def _setter(stage: str, key: str, value: int | str) -> Callable[[Plan], Plan]:
+def _setter(stage: str, **changed: int | str | None) -> Callable[[Plan], Plan]:
     def change(plan: Plan) -> Plan:
-        changed: dict[str, int | str] = {key: value}
         stages = tuple(replace(s, **changed) if s.name == stage else s for s in plan.stages)  # type: ignore[arg-type]
         return replace(plan, stages=stages)
 
