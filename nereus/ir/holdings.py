@@ -75,6 +75,7 @@ class StateSet:
     it)."""
 
     stage: str
+    owner: str  # stage whose processes hold it
     model: str
     tensors: tuple[LogicalTensor, ...]
     bound: BoundLayout
@@ -86,7 +87,7 @@ class StateSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holdings:
-    """The state sets of a plan. ``caches`` are stages whose copy is older than its trainer at the boundary: dropped,
+    """The state sets of a plan. ``caches`` are copies that are older than their trainer at the boundary: dropped,
     and filled by the next weight sync."""
 
     sets: tuple[StateSet, ...]

@@ -16,6 +16,7 @@ import numpy as np
 from nereus.ir.cells import Cells, LocalBoxes, build_cells, cell_offset, held_cells, local_boxes, shard_ranges
 from nereus.ir.holdings import StateSet, Topology
 from nereus.ir.layout import SHARD_NONE, IntArray
+from nereus.ir.units import DTYPE_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,14 @@ class AtomTable:
         order = np.argsort(self.cls, kind="stable")
         bounds = np.searchsorted(self.cls[order], np.arange(self.num_classes + 1))
         return [order[bounds[i] : bounds[i + 1]] for i in range(self.num_classes)]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SlotGroup:
+    """Slots of one dtype that lie alike in every state set that has them."""
+
+    names: tuple[str, ...]
+    dtype: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,10 +195,8 @@ def refine(cells: Cells, *piece_lists: Pieces) -> Refinement:
     )
 
 
-def build_atoms(
-    geometry: ModelGeometry, topology: Topology, model: str, slots: tuple[str, ...], derive: bool
-) -> AtomTable:
-    """Atoms of ``slots``, which every state set that has one of them has at one place and under one shard rule.
+def build_atoms(geometry: ModelGeometry, topology: Topology, model: str, group: SlotGroup, derive: bool) -> AtomTable:
+    """Atoms of the slots of ``group``.
 
     ``derive``: a new state set that also holds ``master`` makes the elements that its own master covers itself.
     """
@@ -197,26 +204,28 @@ def build_atoms(
     cells = geometry.cells
 
     def of_side(
-        sets: Sequence[StateSet], boxes: Sequence[LocalBoxes], slot_name: str
+        sets: Sequence[StateSet], boxes: Sequence[LocalBoxes], slot_name: str, dtype: str
     ) -> list[tuple[list[Group], Pieces]]:
         parts = []
         for number, (state_set, box) in enumerate(zip(sets, boxes, strict=True)):
             slot = state_set.slot(slot_name)
-            if slot is None:
+            if slot is None or slot.dtype != dtype:
                 continue
             devices = np.array([device_number[d] for d in state_set.bound.ranks], dtype=np.int64)
             offset = topology.num_devices if slot.host else 0
             parts.append(pieces_of(cells, state_set, box, number, slot_name, devices, offset))
         return parts
 
-    old_groups, old_pieces = join_pieces(of_side(geometry.old_sets, geometry.old_boxes, slots[0]))
-    new_groups, new_pieces = join_pieces(of_side(geometry.new_sets, geometry.new_boxes, slots[0]))
+    old_groups, old_pieces = join_pieces(of_side(geometry.old_sets, geometry.old_boxes, group.names[0], group.dtype))
+    new_groups, new_pieces = join_pieces(of_side(geometry.new_sets, geometry.new_boxes, group.names[0], group.dtype))
     deriving = [
         (state_set, box)
         for state_set, box in zip(geometry.new_sets, geometry.new_boxes, strict=True)
-        if derive and _derives(state_set)
+        if derive and _derives(state_set, group.dtype)
     ]
-    master_groups, master_pieces = join_pieces(of_side([s for s, _ in deriving], [b for _, b in deriving], "master"))
+    master_groups, master_pieces = join_pieces(
+        of_side([s for s, _ in deriving], [b for _, b in deriving], "master", "fp32")
+    )
     refined = refine(cells, old_pieces, new_pieces, master_pieces)
     old_interval, old_group = refined.covered_by(old_pieces)
     new_interval, new_group = refined.covered_by(new_pieces)
@@ -227,11 +236,10 @@ def build_atoms(
     cls = np.array([classes.setdefault((holders[i], wanters[i]), len(classes)) for i in kept], dtype=np.int64)
     renumber = np.full(len(refined.cell), -1, dtype=np.int64)
     renumber[kept] = np.arange(len(kept))
-    dtypes = {slot.name: slot.element_bytes for s in geometry.new_sets for slot in s.slots}
     return AtomTable(
         model=model,
-        slots=slots,
-        slot_bytes=tuple(dtypes[name] for name in slots),
+        slots=group.names,
+        slot_bytes=(DTYPE_BYTES[group.dtype],) * len(group.names),
         old_groups=old_groups,
         new_groups=new_groups,
         cell=refined.cell[kept],
@@ -244,12 +252,12 @@ def build_atoms(
     )
 
 
-def _derives(state_set: StateSet) -> bool:
+def _derives(state_set: StateSet, dtype: str) -> bool:
     """A half-precision weight is its fp32 master rounded once, by the optimizer step; other pairs are not derivable."""
     weight, master = state_set.slot("weight"), state_set.slot("master")
     if weight is None or master is None or weight.host != master.host:
         return False
-    return weight.dtype in ("bf16", "fp16") and master.dtype == "fp32"
+    return weight.dtype == dtype and dtype in ("bf16", "fp16") and master.dtype == "fp32"
 
 
 def _derived(refined: Refinement, renumber: IntArray, groups: Sequence[Group], pieces: Pieces) -> dict[int, IntArray]:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nereus.passes.diff import Diff
-from nereus.passes.links import Links
+from nereus.passes.links import HOST_COPY_BYTES_PER_S, Links
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -30,6 +30,7 @@ def bounds(diff: Diff, links: Links) -> Bounds:
     gpu_out = np.zeros(links.num_devices)
     nic_in = np.zeros(len(nodes), dtype=np.int64)
     nic_out = np.zeros(len(nodes), dtype=np.int64)
+    host_copies = np.zeros(len(nodes), dtype=np.int64)  # inside a node's host memory
     moved = 0
     holder_nodes: dict[tuple[int, int], frozenset[int]] = {}
     #: Leaving bytes of a class are one copy for all demands: the largest demand, not the sum.
@@ -43,7 +44,9 @@ def bounds(diff: Diff, links: Links) -> Bounds:
         near = [p for p in holders if links.node(p) == demand.node] if inside else []
         # Host memory is one space for all processes of the node: bytes arrive there once, through any of their links.
         hosts = [p for p in demand.wanters if p >= links.num_devices]
-        if hosts and any(p >= links.num_devices for p in near):
+        held_there = any(p >= links.num_devices for p in near)
+        host_copies[demand.node] += demand.num_bytes * max(0, len(hosts) - (0 if held_there else 1))
+        if held_there:
             hosts = []
         moved += demand.num_bytes if hosts else 0
         alone = hosts if len(hosts) == 1 else []
@@ -68,6 +71,7 @@ def bounds(diff: Diff, links: Links) -> Bounds:
         ("GPU output", gpu_out, lambda i: str(diff.topology.devices[i])),
         ("NIC intake", nic_in / nic, lambda i: nodes[i].name),
         ("NIC output", nic_out / nic, lambda i: nodes[i].name),
+        ("copying inside host memory", host_copies / HOST_COPY_BYTES_PER_S, lambda i: nodes[i].name),
     ]
     best, limited = 0.0, "nothing moves"
     for what, seconds, name in candidates:

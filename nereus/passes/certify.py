@@ -58,7 +58,7 @@ def certify(
         if move.link == INTER:
             node_in[topology.node_of_place(move.dst)] += move.num_bytes
     moved = sum(num_bytes for link, num_bytes in by_link.items() if link != LOCAL)
-    nothing = not schedule.moves and not memory.state.new.any() and not life.ops
+    nothing = not (schedule.moves or life.ops or memory.state.new.any() or memory.state.old.any())
     tight = schedule.mode == "tight"
     peak = memory.reversible_peak if not tight else worst
     if tight:  # engines start before the transfer in either mode

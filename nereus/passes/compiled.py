@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
+from nereus.ir.diagnostic import Diagnostic
 from nereus.ir.holdings import Holdings, Topology
 from nereus.ir.plan import Plan
 from nereus.ir.schedule import Schedule
@@ -43,6 +44,8 @@ class Transition:
     bound: Bounds
     digest: str
     certificate: Certificate
+    #: What the user should know although it compiles.
+    warnings: tuple[Diagnostic, ...] = ()
     #: Seconds of each pass, in order.
     timings: tuple[tuple[str, float], ...] = ()
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from nereus.ir.holdings import Holdings, StateSet, Topology, model_names
 from nereus.ir.layout import IntArray
-from nereus.passes.atoms import AtomTable, ModelGeometry, build_atoms, model_geometry
+from nereus.passes.atoms import AtomTable, ModelGeometry, SlotGroup, build_atoms, model_geometry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +62,14 @@ def diff(old: Holdings, new: Holdings, topology: Topology) -> Diff:
     fresh: list[tuple[str, str]] = []
     for model in model_names(new):
         old_sets, new_sets = old.of_model(model), new.of_model(model)
-        held = {slot.name for s in old_sets for slot in s.slots}
-        fresh += [(s.stage, slot.name) for s in new_sets for slot in s.slots if slot.name not in held]
+        held = {(slot.name, slot.dtype) for s in old_sets for slot in s.slots}
+        fresh += [(s.stage, slot.name) for s in new_sets for slot in s.slots if (slot.name, slot.dtype) not in held]
         if not old_sets:
             continue
         geometry = model_geometry(old_sets, new_sets)
         geometries.append(geometry)
-        for slots in slot_groups(old_sets, new_sets):
-            tables.append(build_atoms(geometry, topology, model, slots, derive=derivable(slots, old_sets)))
+        for group in slot_groups(old_sets, new_sets):
+            tables.append(build_atoms(geometry, topology, model, group, derive=derivable(group, old_sets)))
             geometry_of.append(len(geometries) - 1)
     demands: list[Demand] = []
     lost: list[LostState] = []
@@ -111,30 +111,31 @@ def diff(old: Holdings, new: Holdings, topology: Topology) -> Diff:
     )
 
 
-def derivable(slots: tuple[str, ...], old_sets: tuple[StateSet, ...]) -> bool:
-    """Whether ``slots`` are the weights and masters arrive to derive them from: a master that nothing held before is
+def derivable(group: SlotGroup, old_sets: tuple[StateSet, ...]) -> bool:
+    """Whether ``group`` is the weights and masters arrive to derive them from: a master that nothing held before is
     itself made from the weights."""
-    return slots == ("weight",) and any(s.slot("master") is not None for s in old_sets)
+    return group.names == ("weight",) and any(s.slot("master") is not None for s in old_sets)
 
 
-def slot_groups(old_sets: tuple[StateSet, ...], new_sets: tuple[StateSet, ...]) -> list[tuple[str, ...]]:
-    """Slots wanted and held somewhere, grouped by equal geometry: same state sets, shard rule, memory and dtypes."""
-    held = {slot.name for s in old_sets for slot in s.slots}
+def slot_groups(old_sets: tuple[StateSet, ...], new_sets: tuple[StateSet, ...]) -> list[SlotGroup]:
+    """Slots wanted and held somewhere, grouped by equal geometry: same state sets, shard rule and memory.
+
+    A slot of another dtype is another slot: bits move, values are never converted.
+    """
+    held = {(slot.name, slot.dtype) for s in old_sets for slot in s.slots}
     groups: dict[tuple[object, ...], list[str]] = {}
-    names = dict.fromkeys(slot.name for s in new_sets for slot in s.slots)
-    for name in names:
-        if name not in held:
+    wanted = dict.fromkeys((slot.name, slot.dtype) for s in new_sets for slot in s.slots)
+    for name, dtype in wanted:
+        if (name, dtype) not in held:
             continue
-        key: list[object] = [name == "weight"]
+        key: list[object] = [dtype, name == "weight"]
         for side in (old_sets, new_sets):
             for number, state_set in enumerate(side):
                 slot = state_set.slot(name)
-                if slot is not None:
-                    key.append(
-                        (side is old_sets, number, state_set.bound.layout.shard_rule(name), slot.host, slot.dtype)
-                    )
+                if slot is not None and slot.dtype == dtype:
+                    key.append((side is old_sets, number, state_set.bound.layout.shard_rule(name), slot.host))
         groups.setdefault(tuple(key), []).append(name)
-    return [tuple(names) for names in groups.values()]
+    return [SlotGroup(tuple(names), str(key[0])) for key, names in groups.items()]
 
 
 def _class_places(

@@ -74,15 +74,17 @@ def lifecycle(old: Plan, new: Plan, topology: Topology) -> Lifecycle:
     before, after = [0] * num_devices, [0] * num_devices
     for plan, totals in ((old, before), (new, after)):
         for stage in plan.owners():
-            pool = _pool_bytes(plan, stage)
-            for rank, device in enumerate(stage.ranks):
+            pool = dict(zip(stage.ranks, _pool_bytes(plan, stage), strict=True))
+            # An engine that goes or changes is drained first; its KV pool then holds nothing and makes room.
+            staying = set(stage.ranks) if plan is new else _staying_engines(old, new, stage)
+            for device in stage.ranks:
                 number = index[device]
                 if topology.alive[int(topology.node_of[number])]:
-                    totals[number] += CONTEXT_BYTES + COMMUNICATOR_BYTES + pool[rank]
+                    totals[number] += CONTEXT_BYTES + COMMUNICATOR_BYTES + (pool[device] if device in staying else 0)
     busiest = _steady_need(old, topology)
     ops: list[LifecycleOp] = []
     for stage in new.owners():
-        if stage.kind == "generate":
+        if _is_engine(stage):
             ops += _engine_ops(old, new, stage, topology, index, busiest)
         else:
             ops += _process_ops(old, stage, topology, index, busiest)
@@ -104,6 +106,19 @@ def lifecycle(old: Plan, new: Plan, topology: Topology) -> Lifecycle:
                 )
             )
     return Lifecycle(ops=tuple(ops), before_bytes=tuple(before), after_bytes=tuple(after))
+
+
+def _is_engine(stage: Stage) -> bool:
+    return stage.kind == "generate" or stage.engine is not None
+
+
+def _staying_engines(old: Plan, new: Plan, before: Stage) -> set[Device]:
+    """Devices of the old engine replicas that the new plan leaves as they are."""
+    after = new.find_stage(before.name)
+    if after is None or after.with_ is not None or not _same_engine(old, new, before, after):
+        return set()
+    kept = set(engine_replicas(before)) & set(engine_replicas(after))
+    return {device for replica in kept for device in replica}
 
 
 def _pool_bytes(plan: Plan, stage: Stage) -> tuple[int, ...]:
@@ -148,7 +163,8 @@ def _engine_ops(
     alive: set[tuple[Device, ...]] = set()
     if before is not None and before.with_ is None and _same_engine(old, new, before, stage):
         alive = set(engine_replicas(before))
-    running = dict(zip(stage.ranks, engine_running_bytes(new, stage), strict=True))
+    needed = engine_running_bytes if stage.kind == "generate" else resident_state_bytes
+    running = dict(zip(stage.ranks, needed(new, stage), strict=True))
     awake = dict(zip(stage.ranks, _pool_bytes(new, stage), strict=True))
     nodes = {node.name: node for node in topology.nodes}
     process = CONTEXT_BYTES + COMMUNICATOR_BYTES
@@ -180,7 +196,12 @@ def _process_ops(
     before = old.find_stage(stage.name)
     had = set(before.ranks) if before is not None and before.with_ is None and before.service is None else set()
     capacity = {node.name: node.gpu.capacity_bytes for node in topology.nodes}
-    changed = before is None or layout_of(before) != layout_of(stage) or before.ranks != stage.ranks
+    changed = (
+        before is None
+        or before.with_ is not None
+        or layout_of(before) != layout_of(stage)
+        or before.ranks != stage.ranks
+    )
     ops = []
     process = CONTEXT_BYTES + COMMUNICATOR_BYTES
     fresh = [d for d in stage.ranks if d not in had]

@@ -9,12 +9,13 @@ times the bytes; see ``diff`` and ``route``.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import gcd
 
 from nereus.ir.cluster import Device
 from nereus.ir.layout import layout_of
-from nereus.ir.plan import Plan, Stage
+from nereus.ir.plan import Plan, Replicas, Slot, Stage
+from nereus.ir.units import GIB
 
 MARKS = {
     "keep": "=",
@@ -53,18 +54,10 @@ class StageChange:
         return self.marks != MARKS["keep"]
 
 
-_SETTINGS = (
-    "micro_batch",
-    "max_tokens",
-    "recompute",
-    "idle",
-    "swap",
-    "kv_cache_bytes",
-    "mem_fraction",
-    "optimizer",
-    "order",
-)
 _GEOMETRY = ("cp", "ep", "etp", "vp", "zero", "fsdp", "pp_split")
+#: Fields of a stage that the primitives and degrees already tell, or that are no setting.
+_TOLD = {"model", "kind", "devices", "tp", "pp", "dp", "place", "slots", "span", "key_spans", *_GEOMETRY}
+_KEYS = {"with_": "with", "kv_cache_bytes": "kv_cache", "mem_fraction": "mem"}
 
 
 def lower(old: Plan, new: Plan) -> tuple[StageChange, ...]:
@@ -74,14 +67,17 @@ def lower(old: Plan, new: Plan) -> tuple[StageChange, ...]:
 
 def _change(old: Plan, new: Plan, name: str) -> StageChange:
     before, after = old.find_stage(name), new.find_stage(name)
-    if before is None or after is None or before.service or after.service:
+    if before is None or after is None:
         one = after or before
         assert one is not None
-        mark = MARKS["keep"] if before and after else MARKS["extend" if before is None else "destroy"]
+        mark = MARKS["extend" if before is None else "destroy"]
         return StageChange(stage=name, marks=mark, old=before, new=after, primitives=(), notes=())
+    notes = tuple(_setting_notes(old, new, before, after))
+    if before.service or after.service:
+        mark = MARKS["retune" if notes else "keep"]
+        return StageChange(stage=name, marks=mark, old=before, new=after, primitives=(), notes=notes)
     primitives = _primitives(old, before, after, lost=set(new.cluster.lost))
     marks = "".join(dict.fromkeys(MARKS[p.kind] for p in primitives))
-    notes = tuple(_setting_notes(old, new, before, after))
     if not marks and before.ranks != after.ranks:
         marks = MARKS["move"]
     if not marks and notes:
@@ -148,12 +144,42 @@ def _primitives(old: Plan, before: Stage, after: Stage, lost: set[str]) -> tuple
 
 
 def _setting_notes(old: Plan, new: Plan, before: Stage, after: Stage) -> Iterable[str]:
-    for key in _SETTINGS:
-        a, b = getattr(before, key), getattr(after, key)
-        if a != b:
-            yield f"{key} {a} -> {b}"
-    if before.is_train and after.is_train and before.with_ is None:
+    """Every setting that differs, as ``key old -> new`` in the words of the plan language."""
+    for field in fields(Stage):
+        a, b = getattr(before, field.name), getattr(after, field.name)
+        if field.name == "sp" and before.tp != after.tp:
+            continue  # follows tp by default
+        if field.name not in _TOLD and a != b:
+            yield f"{_KEYS.get(field.name, field.name)} {_value(field.name, a)} -> {_value(field.name, b)}"
+    yield from _slot_notes(before, after)
+    if old.workload.mode != new.workload.mode and after.kind == "generate":
+        yield f"mode {old.workload.mode} -> {new.workload.mode}"
+    if before.is_train and after.is_train and before.with_ is None and not (before.max_tokens or after.max_tokens):
         a, b = (p.workload.mini_batch // (s.dp * s.micro_batch) for p, s in ((old, before), (new, after)))
         if a != b:
             same = "same" if old.workload.mini_batch == new.workload.mini_batch else "new"
             yield f"accumulation {a} -> {b}, {same} mini_batch"
+
+
+def _slot_notes(before: Stage, after: Stage) -> Iterable[str]:
+    slots = [{slot.name: slot for slot in stage.slots} for stage in (before, after)]
+    for name in dict.fromkeys([*slots[0], *slots[1]]):
+        a, b = (side.get(name) for side in slots)
+        if a != b:
+            yield f"state {name} {_slot(a)} -> {_slot(b)}"
+
+
+def _slot(slot: Slot | None) -> str:
+    return "none" if slot is None else slot.dtype + (" @host" if slot.host else "")
+
+
+def _value(key: str, value: object) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Replicas):
+        return f"{{ min {value.min} dormant {value.dormant} }}"
+    if key == "kv_cache_bytes" and isinstance(value, int):
+        return f"{value / GIB:.4g} GiB"  # as people write it
+    return str(value)

@@ -107,11 +107,12 @@ def plan_memory(
 
     before = spaces(np.array(life.before_bytes, dtype=np.int64))
     after = spaces(np.array(life.after_bytes, dtype=np.int64))
-    starting, lasting = np.zeros_like(before), np.zeros_like(before)
+    starting, asleep, lasting = (np.zeros_like(before) for _ in range(3))
     for op in life.ops:
         for device, running, stays in zip(op.devices, op.running_bytes, op.after_bytes, strict=True):
-            if op.kind == "engine-start":
-                starting[device] += running
+            if op.kind == "engine-start":  # one after the other on a device; those started before sleep
+                starting[device] = max(starting[device], asleep[device] + running)
+                asleep[device] += stays
             lasting[device] += stays
     sent, received = np.zeros(num_devices, dtype=np.int64), np.zeros(num_devices, dtype=np.int64)
     # A move larger than the window travels alone: then it, not the window, is what a wave stages.

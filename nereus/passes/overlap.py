@@ -67,9 +67,9 @@ def overlap(old: Holdings, new_set: StateSet, topology: Topology) -> Overlap | N
     wanted = np.zeros(len(rank_device), dtype=np.int64)
     partly_derived = np.zeros(len(rank_device), dtype=np.int64)
     tables: list[TableOverlap] = []
-    for slots in slot_groups(old_sets, (new_set,)):
-        table = build_atoms(geometry, topology, new_set.model, slots, derive=derivable(slots, old_sets))
-        in_host = new_set.slots[[s.name for s in new_set.slots].index(slots[0])].host
+    for group in slot_groups(old_sets, (new_set,)):
+        table = build_atoms(geometry, topology, new_set.model, group, derive=derivable(group, old_sets))
+        in_host = new_set.slots[[s.name for s in new_set.slots].index(group.names[0])].host
         tables.append(_add_table(table, topology, in_host, row_of, rank_of_device, saved, wanted, partly_derived))
     return Overlap(devices=devices, saved=saved, wanted=wanted, partly_derived=partly_derived, tables=tuple(tables))
 

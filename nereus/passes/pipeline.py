@@ -52,9 +52,12 @@ def compile_transition(
     pipeline = options or Pipeline()
     instrument = Instrument(hooks=((verify_each,) if verify else ()) + tuple(hooks))
     run = instrument.run
-    errors = [d for d in check_memory(new) if d.severity is Severity.ERROR]
+    found = check_memory(new)
+    errors = [d for d in found if d.severity is Severity.ERROR]
+    warnings = [*(d for d in found if d.severity is not Severity.ERROR), *refusals.renamed_models(old, new)]
     errors += refusals.check_models(old, new)
     errors += refusals.check_experts(old, new)
+    errors += refusals.check_machines(old, new)
     if errors:
         raise DiagnosticError(errors)
     old = pin(old)
@@ -134,6 +137,7 @@ def compile_transition(
         bound=bound,
         digest=digest,
         certificate=certificate,
+        warnings=tuple(warnings),
         timings=tuple(instrument.timings),
     )
     for hook in hooks:

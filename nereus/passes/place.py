@@ -68,7 +68,7 @@ class Place:
                 stages.append(stage)
                 continue
             previous = _unchanged(old, stage)
-            state_set = holdings.find(stage.name)
+            state_set = next((s for s in holdings.sets if (s.owner, s.model) == (stage.name, stage.model)), None)
             if stage.place is None and previous is not None:
                 stage = replace(stage, place=previous)
                 state_set = state_set and replace(state_set, bound=replace(state_set.bound, ranks=previous))
@@ -118,6 +118,7 @@ class _Problem:
     ) -> None:
         self.options, self.plan, self.stage, self.overlap, self.topology = options, plan, stage, matrix, topology
         self.layout: Layout = state_set.bound.layout
+        self.state_set_name = state_set.stage
         self.num_params = sum(t.numel for t in state_set.tensors)
         index = topology.index()
         self.row_of_device = {device: row for row, device in enumerate(matrix.devices)}
@@ -144,7 +145,7 @@ class _Problem:
             chosen, rows, cost = min(costs, key=lambda c: (round(c[2][0], 6), c[2][1]))
         devices = tuple(self.topology.devices[self.overlap.devices[row]] for row in rows)
         choice = Choice(
-            stage=self.stage.name,
+            stage=self.state_set_name,
             chosen=chosen,
             moved_bytes=cost[1],
             listed_moved_bytes=listed[1],

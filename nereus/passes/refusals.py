@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from nereus.ir.diagnostic import Diagnostic, Label, Severity
-from nereus.ir.holdings import Holdings, Topology
+from nereus.ir.holdings import Holdings, StateSet, Topology
 from nereus.ir.plan import Plan, Stage
 from nereus.ir.units import format_bytes
 from nereus.passes.diff import Diff
@@ -38,6 +38,42 @@ def check_experts(old: Plan, new: Plan) -> list[Diagnostic]:
     return found
 
 
+def check_machines(old: Plan, new: Plan) -> list[Diagnostic]:
+    """A node that has other GPUs under its old name is another machine: nothing on it could be a source."""
+    before = {node.name: node.gpu for node in old.cluster.nodes}
+    return [
+        Diagnostic(
+            code="NRS5008",
+            severity=Severity.ERROR,
+            headline=f"{node.name} has {node.gpu.id} in the new plan and {before[node.name].id} in the old one",
+            notes=("a node is known by its name; another kind of GPU under it is another machine",),
+            help=f"Give the new machine a name of its own, and remove = {node.name} if the old one is gone.",
+        )
+        for node in new.cluster.nodes
+        if node.name in before and before[node.name] != node.gpu
+    ]
+
+
+def renamed_models(old: Plan, new: Plan) -> list[Diagnostic]:
+    """Warnings: another source of the same shape. The job's weights stay, since a transition keeps state."""
+    found = []
+    for model in new.models:
+        before = next((m for m in old.models if m.name == model.name), None)
+        if before is None or before.arch != model.arch or before.head != model.head or before.source == model.source:
+            continue
+        found.append(
+            Diagnostic(
+                code="NRS5009",
+                severity=Severity.WARNING,
+                headline=f"model {model.name}: {before.source} -> {model.source}, same shape: its weights stay",
+                primary=Label(span=model.span) if model.span else None,
+                notes=("a transition moves the state that the job has; it does not load another model",),
+                help="If the other model is meant, give it a name of its own.",
+            )
+        )
+    return found
+
+
 def check_models(old: Plan, new: Plan) -> list[Diagnostic]:
     """A model keeps its shape and head: Nereus moves state, it does not convert models."""
     found = []
@@ -60,12 +96,16 @@ def check_models(old: Plan, new: Plan) -> list[Diagnostic]:
     return found
 
 
+def dropped_slots(before: StateSet, new: Holdings) -> tuple[str, ...]:
+    """Slots of an old state set that no state set of the new plan holds any more."""
+    kept = {slot.name for s in new.of_model(before.model) for slot in s.slots}
+    return tuple(slot.name for slot in before.slots if slot.name not in kept)
+
+
 def check_state(old: Holdings, new: Holdings, plan: Plan, *, allow_destroy: bool) -> list[Diagnostic]:
     found = []
     for before in old.sets:
-        after = new.of_model(before.model)
-        kept = {slot.name: slot for s in after for slot in s.slots}
-        gone = [slot.name for slot in before.slots if slot.name not in kept]
+        gone = dropped_slots(before, new)
         if gone and not allow_destroy:
             what = "all of its state" if len(gone) == len(before.slots) else "its " + ", ".join(gone)
             found.append(
@@ -77,8 +117,9 @@ def check_state(old: Holdings, new: Holdings, plan: Plan, *, allow_destroy: bool
                     help="Keep a stage that holds the state, or allow the loss with --allow-destroy.",
                 )
             )
-        for slot in before.slots:
-            other = kept.get(slot.name)
+        after = new.find(before.stage)
+        for slot in before.slots if after is not None else ():
+            other = after.slot(slot.name) if after is not None else None
             if other is not None and other.dtype != slot.dtype:
                 found.append(
                     Diagnostic(
@@ -107,7 +148,6 @@ def lost_state(difference: Diff, plan: Plan) -> list[Diagnostic]:
         nodes = sorted({name.split(".")[0] for name in holders})
         shown = sorted(holders)
         listed = ", ".join(shown[:8]) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
-        checkpoint = plan.checkpoint
         found.append(
             Diagnostic(
                 code="NRS5001",
@@ -119,16 +159,22 @@ def lost_state(difference: Diff, plan: Plan) -> list[Diagnostic]:
                     f"sole copies were on {listed}, for example of {tensor}",
                     "no living GPU or host memory holds them, so no transition can bring them back",
                 ),
-                help=(
-                    f"Roll the whole job back to one version: the checkpoint in {checkpoint.path} "
-                    f"(every {checkpoint.every} steps)."
-                    if checkpoint is not None
-                    else "Roll the whole job back to a checkpoint; name it in a checkpoint { path = ... } block."
-                ),
+                help=_way_back(plan, stage, nodes),
                 data=(("lost_bytes", num_bytes), ("stage", stage), ("nodes", " ".join(nodes))),
             )
         )
     return found
+
+
+def _way_back(plan: Plan, stage: str, nodes: list[str]) -> str:
+    model = next(m for m in plan.models if stage.startswith(f"{m.name}."))
+    leave = f"If {nodes[0]} still lives, keep it in the cluster and name no stage on it: then it is a source."
+    if model.frozen:
+        return f"{model.name} is frozen: let the framework load it again from {model.source}. {leave}"
+    if plan.checkpoint is None:
+        return f"Roll the whole job back to a checkpoint, named in checkpoint {{ path = ... }}. {leave}"
+    kept = f"the checkpoint in {plan.checkpoint.path} (every {plan.checkpoint.every} steps)"
+    return f"Roll the whole job back to one version: {kept}. {leave}"
 
 
 def _space(topology: Topology, space: int) -> str:

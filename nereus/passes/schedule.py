@@ -17,7 +17,7 @@ from nereus.ir.layout import IntArray
 from nereus.ir.schedule import Schedule
 from nereus.ir.transition import LOCAL, Move
 from nereus.ir.units import MIB
-from nereus.passes.links import MESSAGE_S, Links
+from nereus.passes.links import HOST_COPY_BYTES_PER_S, MESSAGE_S, Links
 from nereus.passes.route import Routed
 
 FloatArray = npt.NDArray[np.float64]
@@ -112,7 +112,7 @@ def transfer_seconds(moves: Sequence[Move], wave: Sequence[int], links: Links) -
     order = np.argsort(np.array(wave), kind="stable")
     bounds = np.searchsorted(np.array(wave)[order], np.arange(max(wave) + 2))
     ready = np.zeros(num_devices)
-    done = np.zeros(2 * num_devices + 2 * len(links.nic) + 1)  # port -> when it has carried everything so far
+    done = np.zeros(2 * num_devices + 3 * len(links.nic) + 1)  # port -> when it has carried everything so far
     for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         chosen = order[first:last]
         begin = ready[ranks[chosen]].max(axis=1)
@@ -129,8 +129,8 @@ def transfer_seconds(moves: Sequence[Move], wave: Sequence[int], links: Links) -
 
 
 def _port_costs(src: IntArray, dst: IntArray, num_bytes: IntArray, links: Links) -> tuple[IntArray, FloatArray]:
-    """Port numbers and seconds on them, both ``[moves, 4]``: device out, device in, NIC out, NIC in; the last number
-    stands for no port."""
+    """Port numbers and seconds on them, both ``[moves, 4]``: device out, device in, NIC out (or a copy inside a
+    node's host memory), NIC in; the last number stands for no port."""
     num_devices, num_nodes = links.num_devices, len(links.nic)
     node_of = np.array(links.node_of, dtype=np.int64)
     src_device, dst_device = src % num_devices, dst % num_devices
@@ -143,17 +143,21 @@ def _port_costs(src: IntArray, dst: IntArray, num_bytes: IntArray, links: Links)
     size = np.where(local, 0, num_bytes)
     nic_s = size * np.maximum(nic[src_node], nic[dst_node])
     out_s, in_s = size * np.where(inter, pcie[src_node], inside), size * np.where(inter, pcie[dst_node], inside)
-    none = np.full_like(src, 2 * num_devices + 2 * num_nodes)
+    none = np.full_like(src, 2 * num_devices + 3 * num_nodes)
     first = 2 * num_devices
+    copied = local & src_host & dst_host & (src != dst)
     ports = np.stack(
         (
             src_device,
             num_devices + dst_device,
-            np.where(inter, first + src_node, none),
+            np.where(inter, first + src_node, np.where(copied, first + 2 * num_nodes + src_node, none)),
             np.where(inter, first + num_nodes + dst_node, none),
         ),
         axis=1,
     )
     zero = np.zeros_like(nic_s)
-    seconds: FloatArray = np.stack((out_s, in_s, np.where(inter, nic_s, zero), np.where(inter, nic_s, zero)), axis=1)
+    copy_s = num_bytes / HOST_COPY_BYTES_PER_S
+    seconds: FloatArray = np.stack(
+        (out_s, in_s, np.where(inter, nic_s, np.where(copied, copy_s, zero)), np.where(inter, nic_s, zero)), axis=1
+    )
     return ports, seconds

@@ -119,7 +119,8 @@ class StorageMap:
             before = old.share(slot, *old_class) if old is not None and old_class is not None else None
             after = new.share(slot, *new_class) if new is not None and new_class is not None else None
             same = None
-            if old and new and old_class and new_class and before and after and old_slot == new_slot:
+            in_place = old_slot == new_slot and old and new and old.state_set.owner == new.state_set.owner
+            if in_place and old and new and old_class and new_class and before and after:
                 same = (before.start == after.start) & (before.stop == after.stop)
                 for bound in ("row_lo", "row_hi", "col_lo", "col_hi"):
                     same &= getattr(old.boxes, bound)[old_class[0]] == getattr(new.boxes, bound)[new_class[0]]

@@ -7,7 +7,7 @@ nothing with the compiler's layouts, cells, holdings and passes, so that an erro
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -65,19 +65,29 @@ class CheckResult:
 def stages_with_state(plan: Plan) -> tuple[tuple[Stage, Stage], ...]:
     """(stage, stage whose processes and layout it uses) of every copy of a model's state at a safe boundary.
 
-    No copy: services; stages in the processes of another stage of the same model; generation in sync mode of a model
-    that trains, whose copy is older than its trainer; and what the plan discards while idle.
+    Stages of one model in the same processes share a copy, with the slots of the fullest and the name of the one that
+    trains. No copy: services; in sync mode every copy of a training model that its trainer does not use, since it is
+    an update behind; and what the plan discards while idle.
     """
-    trained = [s.model for s in plan.stages if s.kind == "train"]
-    found = []
+    shared: dict[tuple[str, str], list[Stage]] = {}
+    hosts: dict[str, Stage] = {}
     for stage in plan.stages:
-        lineage = [stage]
-        while lineage[-1].with_:
-            lineage.append(plan.stage(lineage[-1].with_))
-        shares = any(other.model == stage.model for other in lineage[1:])
-        outdated = stage.kind == "generate" and plan.workload.mode == "sync" and stage.model in trained
-        if stage.service is None and not shares and not outdated and stage.idle != "discard":
-            found.append((stage, lineage[-1]))
+        host = stage
+        while host.with_:
+            host = plan.stage(host.with_)
+        if stage.service is None:
+            hosts[host.name] = host
+            shared.setdefault((host.name, stage.model), []).append(stage)
+    training = {model for (_, model), users in shared.items() if any(u.kind == "train" for u in users)}
+    found = []
+    for (host_name, model), users in shared.items():
+        fullest = max(users, key=lambda u: len(u.slots))
+        lead = next((u for u in users if u.name == host_name), fullest)
+        kinds = [u.kind for u in users]
+        behind = plan.workload.mode == "sync" and model in training and "train" not in kinds
+        if not behind and lead.idle != "discard":
+            kind = "train" if "train" in kinds else lead.kind
+            found.append((replace(lead, kind=kind, slots=fullest.slots), hosts[host_name]))
     return tuple(found)
 
 

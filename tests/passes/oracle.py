@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -119,16 +119,20 @@ def host_stage(plan: Plan, stage: Stage) -> Stage:
 
 
 def copies(plan: Plan) -> Iterator[Stage]:
-    """Stages whose copy of the state exists at a safe boundary."""
-    trained = {s.model for s in plan.stages if s.kind == "train"}
+    """One stage for every copy of a model's state at a safe boundary: where it lies, with the slots that it has."""
+    users: dict[tuple[str, str], list[Stage]] = {}
     for stage in plan.stages:
-        seen, shares = stage, False
-        while seen.with_ is not None:
-            seen = plan.stage(seen.with_)
-            shares = shares or seen.model == stage.model
-        stale = stage.kind == "generate" and stage.model in trained and plan.workload.mode == "sync"
-        if stage.service is None and not shares and not stale and stage.idle != "discard":
-            yield stage
+        if stage.service is None:
+            users.setdefault((host_stage(plan, stage).name, stage.model), []).append(stage)
+    trains = {model: any(s.model == model and s.kind == "train" for s in plan.stages) for _, model in users}
+    for (host, model), stages in users.items():
+        fullest = sorted(stages, key=lambda s: -len(s.slots))[0]
+        lead = ([s for s in stages if s.name == host] or [fullest])[0]
+        trainers = [s for s in stages if s.kind == "train"]
+        if trains[model] and not trainers and plan.workload.mode == "sync":
+            continue
+        if lead.idle != "discard":
+            yield replace(lead, kind=(trainers or [lead])[0].kind, slots=fullest.slots)
 
 
 class Universe:

@@ -60,6 +60,7 @@ def compile_files(args: argparse.Namespace, out: Output) -> Compiled:
         gc.disable()
         try:
             transition = compile_transition(old, new, pipeline, allow_destroy=args.allow_destroy, hooks=hooks)
+            diagnostics = _errors_first((*transition.warnings, *diagnostics))
         except DiagnosticError as error:
             diagnostics = _errors_first((*error.diagnostics, *diagnostics))
         finally:

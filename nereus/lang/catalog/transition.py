@@ -172,6 +172,37 @@ ENTRIES: tuple[CodeEntry, ...] = (
         ),
     ),
     CodeEntry(
+        code="NRS5008",
+        title="a node is another machine in the new plan",
+        cause=(
+            "A node is known by its name. Where the new plan gives it another kind of GPU, it is another machine, and "
+            "nothing that the old plan has on it could be a source."
+        ),
+        example=_two(
+            plan("stage actor.train { on = n[0-1]  tp = 4  micro_batch = 1 }"),
+            plan(
+                "stage actor.train { on = n[0-1]  tp = 4  micro_batch = 1 }",
+                cluster='node n[0-1] { gpus = 8 x "h200-sxm-141gb" }',
+            ),
+        ),
+        command="diff",
+        fix="Give the new machine a name of its own; remove the old one if it is gone.",
+    ),
+    CodeEntry(
+        code="NRS5009",
+        title="another model of the same shape keeps the old weights",
+        cause=(
+            "The new plan names another source for a model, and it has the same shape. A transition moves the state "
+            "that the job has; it loads no weights. What is not shape (rotary scaling, say) is the user's to change."
+        ),
+        example=_two(
+            plan("stage actor.train { on = n[0-1]  tp = 4  micro_batch = 1 }", models='model actor = "llama-3-8b"'),
+            plan("stage actor.train { on = n[0-1]  tp = 4  micro_batch = 1 }", models='model actor = "llama-3.1-8b"'),
+        ),
+        command="diff",
+        fix="No fault if the same model is meant. Give another model a name of its own.",
+    ),
+    CodeEntry(
         code="NRS5501",
         title="the file is no saved transition",
         cause="It is not JSON, or JSON of another kind: a plan, or the output of nereusc diff --json.",
