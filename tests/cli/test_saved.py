@@ -131,6 +131,28 @@ def test_what_does_not_hold_is_refused(nereusc, saved: Path, keys: str, value: o
     assert code in [d["code"] for d in document["diagnostics"]]
 
 
+def test_no_reason_of_a_placement_can_be_edited(nereusc, saved: Path):
+    good = json.loads(saved.read_text())
+    values = {name: value for name, value in good["choices"][0].items() if name != "stage"}
+    assert {"chosen", "exact", "listed_moved_bytes", "best_moved_bytes", "transfer_s", "step_s"} <= set(values)
+    for name, value in values.items():
+        match value:
+            case str():
+                other: object = "nodes" if value != "nodes" else "bytes"
+            case bool():
+                other = not value
+            case list():
+                other = value[1:] if value else [1]
+            case _:
+                other = value + 1
+        saved.write_text(json.dumps(good))
+        ran = nereusc("show", change(saved, lambda d, n=name, o=other: set_in(d["choices"][0], n, o)))  # type: ignore[misc]
+        assert ran.stdout == "" and ran.code in (1, 4), name
+        assert "NRS5511" in ran.stderr or "NRS5502" in ran.stderr, name
+    saved.write_text(json.dumps(good))
+    assert nereusc("show", str(saved)).code == 0
+
+
 def test_both_digests_are_shown(nereusc, saved: Path):
     digest = json.loads(saved.read_text())["digest"]
     path = change(saved, lambda document: set_in(document, "digest", "ab" * 32))

@@ -54,6 +54,7 @@ def saved_document(
     texts = {"old": placed_plan_text(transition.old), "new": placed_plan_text(transition.new)}
     certificate = certificate_json(transition.certificate)
     del certificate["compile_s"]  # equal inputs, equal bytes
+    choices = [asdict(choice) for choice in transition.choices]
     return {
         "format_version": FORMAT_VERSION,
         "kind": KIND,
@@ -66,12 +67,13 @@ def saved_document(
             "old_plan": text_fingerprint(texts["old"]),
             "new_plan": text_fingerprint(texts["new"]),
             **model_fingerprints(transition.old, transition.new),
+            "choices": choices_fingerprint(choices),
         },
         "pipeline": str(pipeline),
         "options": {"allow_destroy": allow_destroy},
         "digest": transition.digest,
         "certificate": certificate,
-        "choices": [asdict(choice) for choice in transition.choices],
+        "choices": choices,
         "schedule": schedule_document(transition),
     }
 
@@ -86,6 +88,11 @@ def model_fingerprints(old: Plan, new: Plan) -> dict[str, str]:
         "cluster": text_fingerprint(repr((old.cluster, new.cluster))),
         "models": text_fingerprint(repr([(m.name, m.arch, m.head, m.precision) for p in (old, new) for m in p.models])),
     }
+
+
+def choices_fingerprint(choices: list[Any]) -> str:
+    """SHA-256 of the reasons of placement: placed plans are pinned, so compiling them again does not give these."""
+    return text_fingerprint(json.dumps(choices, sort_keys=True))
 
 
 def schedule_document(transition: Transition) -> dict[str, Any]:
@@ -214,9 +221,10 @@ def load_saved(path: str) -> Saved:
 
 
 def _as_saved(transition: Transition, document: Mapping[str, Any], path: str, names: Mapping[str, str]) -> Transition:
-    """Placed plans are pinned, so why they lie as they do only the file knows."""
+    """Placed plans are pinned, so why they lie as they do only the file knows; what it says must be what was saved."""
     choices = []
-    for entry in _entry(document, path, "choices", kind=list):
+    stored = _entry(document, path, "choices", kind=list)
+    for entry in stored:
         try:
             values = {f.name: entry[f.name] for f in fields(Choice)}
             values["best_node_in_bytes"] = tuple(values["best_node_in_bytes"])
@@ -224,6 +232,9 @@ def _as_saved(transition: Transition, document: Mapping[str, Any], path: str, na
             choices.append(Choice(**values))
         except (KeyError, TypeError, ValueError):
             raise DiagnosticError([_damaged(path, "choices: not what Nereus writes")]) from None
+    if _entry(document, path, "fingerprints", "choices", kind=str) != choices_fingerprint(stored):
+        note = "the reasons of its placements and their fingerprint do not match, so the file was edited or damaged"
+        raise DiagnosticError([_stale(document, path, [note])])
     now = {c.stage: c.moved_bytes for c in transition.choices}
     if now != {c.stage: c.moved_bytes for c in choices}:
         raise DiagnosticError([_stale(document, path, ["the placements in it are not those of its plans"])])
