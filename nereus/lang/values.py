@@ -176,8 +176,22 @@ class Reader:
             return False
         headline = f"'{show(unit.text)}' is no unit of {entry.name}"
         more = suggestion(unit.text, tuple(units), unit.span)
+        meant = _OTHER_SPELLINGS.get(unit.text)
+        if meant is not None and meant in units:
+            more = {"help": f"did you mean {meant}?", "fix": Fix(span=unit.span, text=meant)}
         self.sink.error("NRS2009", headline, unit.span, wanted and f"expected {wanted}", **more)
         return False
+
+
+#: Bits and bytes differ by a letter's case: what people write for either, so that the nearest spelling does not decide.
+_OTHER_SPELLINGS = {
+    "Gbps": "Gbit/s",
+    "gbps": "Gbit/s",
+    "Gb/s": "Gbit/s",
+    "gbit/s": "Gbit/s",
+    "GBps": "GB/s",
+    "gb/s": "Gbit/s",
+}
 
 
 def describe(value: Value) -> str:

@@ -50,7 +50,7 @@ class Check:
     @property
     def install(self) -> str | None:
         """The command that brings a missing part, where pip can bring it."""
-        return f"pip install 'nereus[{self.extra}]'" if self.extra and self.state == MISSING else None
+        return f"pip install '.[{self.extra}]'" if self.extra and self.state == MISSING else None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     out.print()
     out.print("works: tried out just now; installed: found, not tried. The compiler needs the core only.")
     if any(check.install for check in checks):
-        out.print("An extra is brought by: pip install 'nereus[EXTRA]'")
+        out.print("An extra is brought by: pip install '.[EXTRA]', in the project's folder")
     return ExitCode.OK
 
 

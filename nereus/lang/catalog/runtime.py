@@ -105,7 +105,7 @@ ENTRIES: tuple[CodeEntry, ...] = (
         example=_PAIR,
         command="run",
         shown=False,
-        fix="pip install 'nereus[torch]'; nereusc doctor says what works and what would enable the rest.",
+        fix="pip install torch; nereusc doctor says what works and what would enable the rest.",
     ),
     CodeEntry(
         code="NRS6010",
