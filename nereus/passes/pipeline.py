@@ -21,7 +21,7 @@ from nereus.passes.compiled import Transition, transition_digest
 from nereus.passes.dag import build_dag
 from nereus.passes.diff import Diff, diff
 from nereus.passes.hold import hold
-from nereus.passes.lifecycle import lifecycle
+from nereus.passes.lifecycle import Lifecycle, lifecycle
 from nereus.passes.lower import lower
 from nereus.passes.manager import Hook, Instrument, Pipeline
 from nereus.passes.memory import MemoryPlan, plan_memory
@@ -81,7 +81,7 @@ def compile_transition(
         pipeline = pipeline.with_window(SMALL_WINDOW_BYTES)
         routed = run("route", lambda: pipeline.route.apply(difference))
         memory = run("memory", lambda: plan_memory(storages, life, routed, topology, pipeline.schedule.window_bytes))
-    schedule = run("schedule", lambda: _schedule(pipeline, difference, storages, routed, memory, topology, new))
+    schedule = run("schedule", lambda: _schedule(pipeline, difference, storages, routed, life, memory, topology, new))
     with instrument.timed("check"):
         dag = build_dag(
             schedule,
@@ -159,6 +159,7 @@ def _schedule(
     difference: Diff,
     storages: StorageMap,
     routed: Routed,
+    life: Lifecycle,
     memory: MemoryPlan,
     topology: Topology,
     new: Plan,
@@ -171,7 +172,7 @@ def _schedule(
         if pipeline.mode == "reversible":
             raise DiagnosticError([refusals.reversible_does_not_fit(memory, topology, new)])
     if bool((np.maximum(memory.reversible["at engine start"], memory.tight_base) > memory.capacity).any()):
-        raise DiagnosticError([refusals.setup_does_not_fit(memory, topology, new)])
+        raise DiagnosticError([refusals.setup_does_not_fit(memory, life, topology, new)])
     result = tight_schedule(difference, storages, routed, memory, topology, pipeline.schedule.window_bytes)
     if isinstance(result, Stuck):
         raise DiagnosticError([refusals.stuck(result, memory, topology, new)])

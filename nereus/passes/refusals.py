@@ -9,6 +9,7 @@ from nereus.ir.holdings import Holdings, StateSet, Topology
 from nereus.ir.plan import Plan, Stage
 from nereus.ir.units import format_bytes
 from nereus.passes.diff import Diff
+from nereus.passes.lifecycle import Lifecycle
 from nereus.passes.memory import MemoryPlan
 from nereus.passes.tight import Stuck
 
@@ -205,21 +206,37 @@ def reversible_does_not_fit(memory: MemoryPlan, topology: Topology, plan: Plan) 
     )
 
 
-def setup_does_not_fit(memory: MemoryPlan, topology: Topology, plan: Plan) -> Diagnostic:
+def setup_does_not_fit(memory: MemoryPlan, life: Lifecycle, topology: Topology, plan: Plan) -> Diagnostic:
     """Engines or processes that start before anything old can go, each with its context and staging."""
-    engines = memory.reversible["at engine start"]
-    starting = np.maximum(engines, memory.tight_base)
+    at_start = memory.reversible["at engine start"]
+    starting = np.maximum(at_start, memory.tight_base)
     space = memory.worst(starting)
     need, have = int(starting[space]), int(memory.capacity[space])
-    what = "engines" if int(engines[space]) > have else "processes"
+    numbers = (("need_bytes", need), ("have_bytes", have), ("device", _space(topology, space)))
+    amounts = f"{format_bytes(need)} of {format_bytes(have)} on {_space(topology, space)}"
+    engines = [op for op in life.ops if op.kind == "engine-start" and space in op.devices]
+    if not engines or int(at_start[space]) <= have:
+        return Diagnostic(
+            code="NRS5002",
+            severity=Severity.ERROR,
+            headline=f"starting the new processes needs {amounts}",
+            notes=_memory_notes(memory, space),
+            help="Let state leave the GPU first (idle = offload), or put fewer processes on it.",
+            data=numbers,
+        )
+    engine = engines[-1]
+    size = engine.running_bytes[engine.devices.index(space)]
     return Diagnostic(
         code="NRS5002",
         severity=Severity.ERROR,
-        headline=f"starting the new {what} needs {format_bytes(need)} of {format_bytes(have)} "
-        f"on {_space(topology, space)}",
-        notes=_memory_notes(memory, space),
-        help="Lower the new engine's kv_cache, or let training state leave the GPU first (idle = offload).",
-        data=(("need_bytes", need), ("have_bytes", have), ("device", _space(topology, space))),
+        headline=f"starting {engine.stage} needs {amounts}",
+        primary=_label(plan.find_stage(engine.stage), "on", f"its new engine takes {format_bytes(size)}"),
+        notes=(
+            f"beside it lie {format_bytes(need - size)}, which stay until the commit",
+            *_memory_notes(memory, space),
+        ),
+        help=f"Lower {engine.stage}'s kv_cache or mem, or let what is resident there leave first (idle = offload).",
+        data=numbers,
     )
 
 
