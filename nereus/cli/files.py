@@ -8,6 +8,7 @@ import sys
 import tempfile
 
 from nereus.cli.errors import CommandError
+from nereus.lang.files import read_file
 
 STDIN = "-"
 STDIN_NAME = "<stdin>"
@@ -16,11 +17,7 @@ STDIN_NAME = "<stdin>"
 def read_text(path: str) -> str:
     """Text of ``path`` (``-``: standard input). CommandError if it cannot be read or is not UTF-8."""
     try:
-        if path == STDIN:
-            data = sys.stdin.buffer.read()
-        else:
-            with open(path, "rb") as file:
-                data = file.read()
+        data = sys.stdin.buffer.read() if path == STDIN else read_file(path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise CommandError(f"cannot read {display_name(path)}: {reason}") from None
@@ -53,9 +50,10 @@ def write_bytes(path: str, data: bytes) -> None:
             os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, target)
     except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror}") from None
+    finally:  # also after an interrupt
         if temporary and os.path.exists(temporary):
             os.unlink(temporary)
-        raise CommandError(f"cannot write {path}: {error.strerror}") from None
 
 
 def display_name(path: str) -> str:

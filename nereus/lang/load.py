@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 from nereus.ir.diagnostic import Label, Source, Span
+from nereus.lang.files import read_file
 from nereus.lang.parser import MAX_CHARS, parse
 from nereus.lang.sink import Sink, show
 from nereus.lang.syntax import Extends, File
@@ -25,8 +26,7 @@ class ReadError(Exception):
 def read_source(path: str) -> Source:
     """Raises ReadError."""
     try:
-        with open(path, "rb") as file:
-            raw = file.read(4 * MAX_CHARS + 1)
+        raw = read_file(path, 4 * MAX_CHARS + 1)
     except FileNotFoundError:
         raise ReadError(f"there is no file '{show(path, 200)}'") from None
     except IsADirectoryError:

@@ -23,6 +23,7 @@ from nereus.ir.intervals import Intervals
 from nereus.ir.plan import Plan
 from nereus.ir.transition import HOST, INTER, INTRA, LOCAL
 from nereus.lang.api import placed_plan_text, resolve_text
+from nereus.lang.files import read_file
 from nereus.passes.compiled import Transition
 from nereus.passes.manager import Pipeline, parse_pipeline
 from nereus.passes.pipeline import compile_transition
@@ -263,8 +264,7 @@ def _differences(transition: Transition, document: Mapping[str, Any], path: str)
 
 def _read(path: str) -> dict[str, Any]:
     try:
-        with open(path, "rb") as file:
-            data = file.read()
+        data = read_file(path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise CommandError(f"cannot read {path}: {reason}") from None
