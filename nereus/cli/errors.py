@@ -13,6 +13,15 @@ class CommandError(Exception):
         self.code = code
 
 
+class Ended(KeyboardInterrupt):
+    """A signal asks the program to end; like Ctrl-C it passes whatever handles errors."""
+
+    def __init__(self, number: int, code: ExitCode) -> None:
+        super().__init__(f"signal {number}")
+        self.number = number
+        self.code = code
+
+
 class UsageError(CommandError):
     """The command line itself is wrong. ``usage`` is printed first."""
 

@@ -23,7 +23,9 @@ class ExitCode(enum.IntEnum):
     UNFORMATTED = 5
     USAGE = 64
     INTERNAL = 70
+    HUNG_UP = 129
     INTERRUPTED = 130
+    TERMINATED = 143
 
 
 MEANINGS: dict[ExitCode, str] = {
@@ -35,7 +37,9 @@ MEANINGS: dict[ExitCode, str] = {
     ExitCode.UNFORMATTED: "fmt --check would change a file",
     ExitCode.USAGE: "wrong usage",
     ExitCode.INTERNAL: "a bug in Nereus",
+    ExitCode.HUNG_UP: "ended by SIGHUP",
     ExitCode.INTERRUPTED: "interrupted",
+    ExitCode.TERMINATED: "ended by SIGTERM",
 }
 
 _INFEASIBLE_PREFIXES = ("NRS4", "NRS5")

@@ -9,17 +9,26 @@ import argparse
 import importlib
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nereus.cli.errors import CommandError, UsageError
+from nereus.cli.errors import CommandError, Ended, UsageError
 from nereus.cli.exit_codes import MEANINGS, ExitCode
 
 if TYPE_CHECKING:
     from nereus.cli.output import Output
 
 PROGRAM = "nereusc"
+
+#: Signals that end a command in good order, with its exit code.
+ENDS = {
+    number: code
+    for name, code in (("SIGTERM", ExitCode.TERMINATED), ("SIGHUP", ExitCode.HUNG_UP))
+    if (number := getattr(signal, name, None)) is not None
+}
 
 #: Subcommand -> (module in ``nereus.cli.commands``, help).
 #: A module has ``add_arguments(parser)`` and ``run(args, out) -> int``.
@@ -43,6 +52,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, usage=self.format_usage())
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """argparse would pass over a full disk in silence. OSError."""
+        from nereus.cli.output import Output
+
+        if message:
+            Output(stdout=sys.stderr if file is None else file, color="never").raw(message)
 
 
 class CommandParser(Parser):
@@ -98,6 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.code
     except SystemExit as stop:  # argparse after --help
         return ExitCode.OK if not stop.code else ExitCode.USAGE
+    except Ended as end:
+        _complain(f"{PROGRAM}: ended by {signal.Signals(end.number).name}")
+        return end.code
     except KeyboardInterrupt:
         _complain(f"{PROGRAM}: interrupted")
         return ExitCode.INTERRUPTED
@@ -119,13 +138,29 @@ def entry() -> NoReturn:
         # File names and plans may hold what the terminal's encoding cannot show.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    for number in ENDS:
+        _end_in_order(number)
     code = int(main())
+    for number in ENDS:
+        signal.signal(number, signal.SIG_IGN)  # nothing is left to end
     try:
         sys.stdout.flush()
     except OSError:  # the reader left, or the disk is full: said already, if there was anyone to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     # Streams are flushed and children gone: taking a large transition apart object by object would only cost time.
     os._exit(code)
+
+
+def _end_in_order(number: int) -> None:
+    """End on the signal as on Ctrl-C: temporary files and child processes go first."""
+
+    def handle(number: int, frame: object) -> NoReturn:
+        for other in ENDS:
+            signal.signal(other, signal.SIG_IGN)  # once is enough; the way out is not to be cut short
+        raise Ended(number, ENDS[number])
+
+    if signal.getsignal(number) == signal.SIG_DFL:  # `nohup nereusc ...` stays as it is
+        signal.signal(number, handle)
 
 
 def _run(argv: list[str]) -> int:
@@ -174,7 +209,8 @@ def _unknown_command(word: str) -> str:
 def _complain(text: str) -> None:
     from nereus.cli.output import Output
 
-    Output(color="never").message(text)
+    with suppress(OSError):  # the terminal has gone, or a full disk is behind stderr: nobody to tell
+        Output(color="never").message(text)
 
 
 def _report_bug(error: Exception, argv: list[str]) -> None:

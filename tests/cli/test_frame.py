@@ -11,7 +11,7 @@ import pytest
 
 import nereus
 from nereus.cli import main as frame
-from nereus.cli.errors import CommandError
+from nereus.cli.errors import CommandError, Ended
 from nereus.cli.exit_codes import MEANINGS, ExitCode, for_diagnostics
 from nereus.cli.output import GLUE, Output, table, use_color, wrap
 from nereus.ir.diagnostic import Diagnostic, DiagnosticError, Severity
@@ -39,7 +39,7 @@ def test_exit_code_of_diagnostics(diagnostics, expected):
 
 
 def test_exit_codes_are_the_published_table(repo_root):
-    assert {int(code) for code in ExitCode} == {0, 1, 2, 3, 4, 5, 64, 70, 130}
+    assert {int(code) for code in ExitCode} == {0, 1, 2, 3, 4, 5, 64, 70, 129, 130, 143}
     readme = (repo_root / "README.md").read_text().replace("`", "")
     for code, meaning in MEANINGS.items():
         assert f"| {code.value} | {meaning} |" in readme
@@ -126,6 +126,7 @@ def test_debug_shows_the_traceback(raising, monkeypatch):
     ("raised", "code", "words"),
     [
         (KeyboardInterrupt(), 130, "interrupted"),
+        (Ended(15, ExitCode.TERMINATED), 143, "ended by SIGTERM"),
         (CommandError("no such thing", ExitCode.STALE), 4, "nereusc: error: no such thing"),
         (OSError(28, "No space left on device", "x.plan"), 1, "No space left on device: x.plan"),
         (DiagnosticError([error("NRS4001")]), 3, "about NRS4001"),
@@ -206,12 +207,15 @@ def test_a_closed_stream_is_no_failure(stream):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
-def test_a_full_disk_is_said_plainly():
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("argv", [["version"], ["--help"], ["check", "--help"]])
+def test_a_full_disk_is_said_plainly(argv, unbuffered):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "nereus.cli.main", "version"],
+            [sys.executable, "-m", "nereus.cli.main", *argv],
             stdout=full,
             stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
             check=False,
             timeout=60,
         )
