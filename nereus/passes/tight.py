@@ -9,7 +9,7 @@ cycle through the spares); with less it refuses and names the space that is full
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -80,11 +80,45 @@ def split_by_storage(routed: Routed, diff: Diff) -> list[Move]:
     return result
 
 
+#: Orders in which units are tried. The first frees sources soonest, since all slots of a tensor travel together;
+#: where it sticks, sources with several readers have filled the spare, and another order may leave it to those that
+#: free most.
+_ORDERS: tuple[Callable[[_Unit], tuple[object, ...]], ...] = (
+    lambda u: (u.key[3], u.key[2] == "weight", u.key[2], u.key[0], u.key[1]),
+    lambda u: (u.key[2] == "weight", -u.num_bytes, u.key[3], u.key[2], u.key[0], u.key[1]),
+    lambda u: (u.key[2] == "weight", u.num_bytes, u.key[3], u.key[2], u.key[0], u.key[1]),
+    lambda u: (u.key[0], u.key[3], u.key[2] == "weight", u.key[2], u.key[1]),
+)
+
+
 def tight_schedule(
     diff: Diff, storages: StorageMap, routed: Routed, memory: MemoryPlan, topology: Topology, window_bytes: int
 ) -> Schedule | Stuck:
+    """The first order of units that does not stick; the first one's witness where all do."""
     moves = split_by_storage(routed, diff)
     units, readers, old_bytes = _units(diff, storages, moves, topology)
+    witness: Stuck | None = None
+    for order in _ORDERS:
+        pending = sorted(units.values(), key=order)
+        result = _schedule_units(pending, units, readers, old_bytes, moves, routed, memory, topology, window_bytes)
+        if isinstance(result, Schedule):
+            return result
+        witness = witness or result
+    assert witness is not None
+    return witness
+
+
+def _schedule_units(
+    pending: list[_Unit],
+    units: dict[StorageKey, _Unit],
+    readers: dict[StorageKey, set[StorageKey]],
+    old_bytes: dict[StorageKey, tuple[int, int]],
+    moves: list[Move],
+    routed: Routed,
+    memory: MemoryPlan,
+    topology: Topology,
+    window_bytes: int,
+) -> Schedule | Stuck:
     targets: list[list[StorageKey]] = [[] for _ in moves]
     for unit in units.values():
         for number in unit.moves:
@@ -94,7 +128,6 @@ def tight_schedule(
     release: dict[StorageKey, int] = {}
     move_wave = [-1] * len(moves)
     waiting = {key: set(keys) for key, keys in readers.items()}
-    pending = sorted(units.values(), key=lambda u: (u.key[3], u.key[2] == "weight", u.key[2], u.key[0], u.key[1]))
     filling: list[_Unit] = []  # acquired, some moves still to come
     idle = [key for key in old_bytes if not waiting.get(key)]
     # A process releases after the wave's agreement; the others of its node know at the next one. What leaves host
