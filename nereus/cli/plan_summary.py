@@ -9,6 +9,7 @@ from nereus.cli.output import GLUE, Output, table, wrap
 from nereus.ir.plan import Plan, Stage
 from nereus.ir.units import GB, TIB, format_gb
 from nereus.lang.ranges import compress_devices, compress_names
+from nereus.models.memory.activations import batch_of
 
 if TYPE_CHECKING:
     from nereus.models.memory import HostRow, MemoryReport, MemoryRow
@@ -43,7 +44,7 @@ def summary_json(plan: Plan, report: MemoryReport | None) -> dict[str, Any]:
 
 def accumulation(plan: Plan, stage: Stage) -> int | None:
     """Micro-batches per optimizer update and data-parallel rank; None where the stage does not train."""
-    return plan.workload.mini_batch // (stage.dp * stage.micro_batch) if stage.is_train else None
+    return batch_of(stage, plan.workload).num_microbatches if stage.is_train else None
 
 
 def assumptions(stage: Stage) -> dict[str, str]:
@@ -100,6 +101,8 @@ def _stage_table(plan: Plan, report: MemoryReport | None) -> list[str]:
         degrees = [str(n) for n in (stage.dp, stage.tp, stage.pp, stage.cp, stage.ep)]
         steps = accumulation(plan, stage)
         batch = str(stage.micro_batch) if stage.kind != "generate" else ""
+        if stage.max_tokens is not None and batch:
+            batch = f"{stage.max_tokens:,} tokens"
         need = have = ""
         if report is not None and stage.name in report.stages:
             worst = report.worst(stage.name)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from nereus.ir.arch import Arch, Mla, Moe
 from nereus.ir.cluster import Device
 from nereus.ir.plan import Plan, Stage
 from nereus.ir.transition import INTER, LOCAL
@@ -300,7 +301,11 @@ def _fields(part: str, prefix: str, before: Any, after: Any) -> Iterator[PlanCha
         return
     for entry in fields(before):
         a, b = getattr(before, entry.name), getattr(after, entry.name)
-        if entry.compare and a != b:
+        if not entry.compare or a == b:
+            continue
+        if isinstance(a if a is not None else b, Arch | Moe | Mla):
+            yield from _fields(part, f"{prefix}{entry.name}.", a, b)
+        else:
             yield PlanChange(part=part, what=prefix + entry.name, old=_plain(a), new=_plain(b))
 
 

@@ -80,7 +80,7 @@ class _Writer:
     def _plan_changes(self) -> Iterator[str]:
         parts: dict[str, list[str]] = {}
         for change in facts.plan_changes(self.transition.old, self.transition.new):
-            parts.setdefault(change.part, []).append(_plan_change(change))
+            parts.setdefault(change.part, []).append(words.plan_change(change))
         for part, texts in parts.items():
             yield self._entry(part, ", ".join(glue(text) for text in texts))
 
@@ -310,26 +310,6 @@ def _certificate(certificate: Certificate, out: Output) -> Iterator[str]:
         rows.append((entry.name, text))
     yield ""
     yield from table(("certificate", ""), rows, indent=0)
-
-
-def _plan_change(change: facts.PlanChange) -> str:
-    if change.part == "cluster" and change.new == "lost":
-        return f"{change.what} is lost"
-    if change.old is None and change.new == "there":
-        return f"{change.what} is new"
-    if change.old == "there" and change.new is None:
-        return f"{change.what} is removed"
-    if change.part == "cluster" and change.old is None:
-        return f"{change.what} joins ({change.new})"
-    return f"{change.what} {_value(change.old)} -> {_value(change.new)}"
-
-
-def _value(value: object) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _processes(stage: Stage) -> str:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 
 from nereus.cli.output import GLUE
-from nereus.cli.transition.facts import StageFlow
+from nereus.cli.transition.facts import PlanChange, StageFlow
 from nereus.ir.cluster import Device
 from nereus.ir.holdings import Topology
 from nereus.ir.plan import Stage
 from nereus.ir.transition import INTER, INTRA
-from nereus.ir.units import format_bytes, format_seconds
+from nereus.ir.units import GIB, TIB, format_bytes, format_seconds
 from nereus.lang.ranges import compress_devices, compress_names
 from nereus.passes.lower import Primitive, StageChange
 from nereus.passes.place import Choice
@@ -23,6 +22,57 @@ _SAME_S = 1e-6
 def glue(text: str) -> str:
     """A phrase that stays on one line."""
     return text.replace(" ", GLUE)
+
+
+#: Fields of a plan whose key in the plan language is another.
+_PLAN_KEYS = {
+    "host_mem_bytes": "host_mem",
+    "nic_bytes_per_s": "nic",
+    "num_gpus": "gpus",
+    "min_gpus": "min",
+    "max_gpus": "max",
+    "standby_gpus": "standby",
+    "notice_s": "notice",
+}
+
+
+def plan_change(change: PlanChange) -> str:
+    """A fact outside of stages, in the words of the plan language: ``n0.nic 400 GB/s -> 200 GB/s``."""
+    if change.part == "cluster" and change.new == "lost":
+        return f"{change.what} is lost"
+    if change.old is None and change.new == "there":
+        return f"{change.what} is new"
+    if change.old == "there" and change.new is None:
+        return f"{change.what} is removed"
+    if change.part == "cluster" and change.old is None and isinstance(change.new, str):
+        return f"{change.what} joins ({change.new})"
+    path, _, name = change.what.rpartition(".")
+    old, new = _amount(name, change.old), _amount(name, change.new)
+    if old == new:  # alike to three digits
+        old, new = _amount(name, change.old, exact=True), _amount(name, change.new, exact=True)
+    return f"{path}{'.' if path else ''}{_PLAN_KEYS.get(name, name)} {old} -> {new}"
+
+
+def _amount(name: str, value: object, *, exact: bool = False) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if not isinstance(value, int | float):
+        return str(value)
+    if exact:
+        unit = next(
+            (u for end, u in (("_bytes", " B"), ("_bytes_per_s", " B/s"), ("_s", " s")) if name.endswith(end)), ""
+        )
+        return f"{value:,.15g}{unit}"
+    if name.endswith("_bytes_per_s"):
+        return f"{format_bytes(value)}/s"
+    if name.endswith("_bytes"):
+        size = next(((n, u) for n, u in ((TIB, "TiB"), (GIB, "GiB")) if value >= n and value % n == 0), None)
+        return format_bytes(value) if size is None else f"{int(value) // size[0]:,} {size[1]}"
+    if name.endswith("_s"):
+        return format_seconds(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
 def degrees(change: StageChange) -> str:
@@ -45,8 +95,13 @@ def _degrees(stage: Stage, sides: Sequence[Stage]) -> str:
         shown.append(f"pp_split {'-'.join(map(str, stage.pp_split))}")
     for key in ("zero", "fsdp"):
         if any(getattr(side, key) for side in sides):
-            shown.append(f"{key} {getattr(stage, key)}")
+            shown.append(f"{key} {_sharded(key, getattr(stage, key))}")
     return glue(" ".join(shown))
+
+
+def _sharded(key: str, value: int) -> str:
+    """As the plan language says it: no sharding is ``zero 0``, but ``fsdp off``."""
+    return "off" if key == "fsdp" and not value else str(value)
 
 
 def where(change: StageChange, num_gpus: dict[str, int]) -> str:
@@ -89,7 +144,7 @@ def _reshape_words(change: StageChange) -> str:
     for key in ("cp", "ep", "etp", "vp", "zero", "fsdp"):
         a, b = getattr(old, key), getattr(new, key)
         if a != b:
-            reasons.append(f"{key} {a} -> {b}")
+            reasons.append(f"{key} {_sharded(key, a)} -> {_sharded(key, b)}")
     if old.pp == new.pp and old.pp_split != new.pp_split:
         reasons.append(f"pp_split {'-'.join(map(str, old.pp_split))} -> {'-'.join(map(str, new.pp_split))}")
     if old.num_shards != new.num_shards:
@@ -100,14 +155,8 @@ def _reshape_words(change: StageChange) -> str:
 
 
 def settings(change: StageChange) -> str:
-    """Settings that change; sizes in words."""
-    return ", ".join(_setting(note) for note in change.notes if not note.startswith("order "))
-
-
-def _setting(note: str) -> str:
-    if note.startswith("kv_cache_bytes "):
-        note = re.sub(r"\d+", lambda m: f"{int(m[0]) / 2**30:.4g} GiB", note.replace("kv_cache_bytes", "kv_cache"))
-    return glue(note)
+    """Settings that change."""
+    return ", ".join(glue(note) for note in change.notes if not note.startswith("order "))
 
 
 def flow_words(flow: StageFlow, topology: Topology) -> str:
