@@ -94,7 +94,7 @@ def run_pair(
         results, faults = failed.results, failed.faults
     except ModuleNotFoundError as error:
         fault = Fault(CANNOT_START, f"{error.name} is not installed; running plans needs it", notes=())
-        raise DiagnosticError([fault.diagnostic("pip install 'nereus[torch]'")]) from None
+        raise DiagnosticError([fault.diagnostic("pip install torch")]) from None
     reports = tuple(_step_report(step, number, results) for number, step in enumerate(steps) if _done(number, results))
     old_whole = None
     if faults:

@@ -265,7 +265,7 @@ def test_doctor_quick_names_what_is_missing_and_the_extra(nereusc, monkeypatch):
     assert "[extra: ray]" in ray
     document = nereusc("doctor", "--quick", "--json").json()
     checks = {check["name"]: check for check in document["checks"]}
-    assert checks["ray"]["install"] == "pip install 'nereus[ray]'"
+    assert checks["ray"]["install"] == "pip install '.[ray]'"
     assert checks["vllm"]["state"] == "installed"
 
 
