@@ -70,28 +70,37 @@ def longest_chain_first(moves: Sequence[Move]) -> list[Move]:
 
 
 def assign_waves(moves: Sequence[Move], window_bytes: int, num_devices: int) -> list[int]:
+    """Wave of every move. Copies inside a node's host memory come last at both ranks: they cross no link, and in an earlier
+    wave the network would wait for them."""
     wave = [0] * len(moves)
     sent: dict[tuple[int, int], int] = {}
     received: dict[tuple[int, int], int] = {}
     # Below these waves a device's window is (nearly) full, so the search may start there.
     open_out, open_in = [0] * num_devices, [0] * num_devices
+    last = [0] * num_devices
     full = window_bytes - window_bytes // 16
+    copies: list[int] = []
     for number, move in enumerate(moves):
-        after = max((wave[m] + 1 for m in move.after), default=0)
-        if move.link == LOCAL:  # inside one memory: nothing is staged
-            wave[number] = after
+        if move.link == LOCAL:
+            copies.append(number)
             continue
+        after = max((wave[m] + 1 for m in move.after), default=0)
         src, dst, size = move.src % num_devices, move.dst % num_devices, min(move.num_bytes, window_bytes)
         at = max(open_out[src], open_in[dst], after)
         while sent.get((src, at), 0) + size > window_bytes or received.get((dst, at), 0) + size > window_bytes:
             at += 1
         wave[number] = at
+        last[src], last[dst] = max(last[src], at), max(last[dst], at)
         sent[src, at] = sent.get((src, at), 0) + size
         received[dst, at] = received.get((dst, at), 0) + size
         while sent.get((src, open_out[src]), 0) >= full:
             open_out[src] += 1
         while received.get((dst, open_in[dst]), 0) >= full:
             open_in[dst] += 1
+    for number in copies:
+        move = moves[number]
+        after = max((wave[m] + 1 for m in move.after), default=0)
+        wave[number] = max(after, last[move.src % num_devices], last[move.dst % num_devices])
     return wave
 
 
