@@ -207,3 +207,19 @@ def test_no_cache_is_offered_that_holds_less_than_a_sequence() -> None:
     plan = replace(plan, workload=replace(plan.workload, prompt_len=1024, response_len=2**23))
     helps = [str(error.help) for error in _errors(plan) if error.code == "NRS4001"]
     assert helps and not any("kv_cache = " in text for text in helps)
+
+
+def test_a_larger_shard_group_is_a_remedy() -> None:
+    from nereus.lang.api import resolve_text
+
+    text = """cluster { node n[0-1] { gpus = 8 x "h100-sxm-80gb"  host_mem = 2 TiB } }
+model actor = "qwen2.5-32b"
+workload { algorithm = sft  prompts = 128  prompt_len = 1024  response_len = 3072 }
+stage actor.train { on = n[0-1]  backend = fsdp  fsdp = %s  recompute = full }
+"""
+    refused, mended = resolve_text(text % "8").plan, resolve_text(text % "full").plan
+    assert refused is not None and mended is not None
+    (found,) = check_memory(refused)
+    assert found.code == "NRS4001"
+    assert found.help is not None and "fsdp = full" in found.help and "tp = 2" in found.help
+    assert not check_memory(mended)

@@ -80,6 +80,7 @@ def _single_changes(plan: Plan, stage: Stage, row: MemoryRow) -> Iterator[_Chang
         yield _set(stage.name, "recompute", "full")
     if owner.is_train and not owner.zero and not owner.fsdp and owner.dp > 1:
         yield _set(owner.name, "zero", 1)
+    yield from _larger_shard_groups(plan, owner)
     yield from _other_degrees(plan, owner)
     for other in _resident_neighbours(row):
         yield f"{other} {{ idle = offload }}", _setter(other, idle="offload")
@@ -138,7 +139,7 @@ def _smaller_micro_batch(plan: Plan, stage: Stage, row: MemoryRow) -> Iterator[_
 
 def _other_degrees(plan: Plan, owner: Stage) -> Iterator[_Change]:
     """More tensor parallelism, out of data parallelism or out of the pipeline, inside a node."""
-    if owner.fsdp or owner.ep > 1:
+    if owner.ep > 1:
         return
     inside = min(sum(d.node == node for d in owner.devices) for node in {d.node for d in owner.devices})
     names = {s.name for s in plan.stages if s.service is None and owner_of(plan, s).name == owner.name}
@@ -155,7 +156,28 @@ def _other_degrees(plan: Plan, owner: Stage) -> Iterator[_Change]:
             if owner.is_train and plan.workload.mini_batch % per_microbatch:
                 continue
             text = f"tp = {tp}" if pp == owner.pp else f"tp = {tp}  pp = {pp}"
-            yield text, _degrees_setter(names, tp=tp, pp=pp, dp=dp, num_layers=num_layers)
+            fsdp = owner.fsdp
+            if fsdp and (fsdp == owner.dp or dp % fsdp):
+                text += "" if fsdp == owner.dp else "  fsdp = full"
+                fsdp = dp
+            if fsdp == 1 and dp > 1:
+                continue  # replicas that would not synchronise
+            yield text, _degrees_setter(names, tp=tp, pp=pp, dp=dp, fsdp=fsdp, num_layers=num_layers)
+
+
+def _larger_shard_groups(plan: Plan, owner: Stage) -> Iterator[_Change]:
+    """The smallest larger FSDP group with which it might fit comes first: it gathers over the fewest ranks."""
+    if not owner.fsdp:
+        return
+    names = {s.name for s in plan.stages if s.service is None and owner_of(plan, s).name == owner.name}
+    for size in range(owner.fsdp + 1, owner.dp + 1):
+        if owner.dp % size == 0:
+
+            def change(plan: Plan, size: int = size) -> Plan:
+                stages = tuple(replace(s, fsdp=size) if s.name in names else s for s in plan.stages)
+                return replace(plan, stages=stages)
+
+            yield f"fsdp = {size}" if size < owner.dp else "fsdp = full", change
 
 
 def _resident_neighbours(row: MemoryRow) -> tuple[str, ...]:
@@ -179,12 +201,14 @@ def _setter(stage: str, **changed: int | str | None) -> Callable[[Plan], Plan]:
     return change
 
 
-def _degrees_setter(names: set[str], *, tp: int, pp: int, dp: int, num_layers: int) -> Callable[[Plan], Plan]:
+def _degrees_setter(
+    names: set[str], *, tp: int, pp: int, dp: int, fsdp: int, num_layers: int
+) -> Callable[[Plan], Plan]:
     def change(plan: Plan) -> Plan:
         return replace(
             plan,
             stages=tuple(
-                replace(s, tp=tp, pp=pp, dp=dp, sp=True, vp=1, pp_split=(num_layers // pp,) * pp)
+                replace(s, tp=tp, pp=pp, dp=dp, fsdp=fsdp, sp=True, vp=1, pp_split=(num_layers // pp,) * pp)
                 if s.name in names
                 else s
                 for s in plan.stages
