@@ -112,7 +112,7 @@ def stored(storages: Storages, what: Packing, keys: WordArray, scratch: torch.Te
 
 def _native(storages: Storages, what: Packing, keys: WordArray, do: int, buffer: torch.Tensor | None) -> int | None:
     """None where there is no library, or where it could not be kept inside the storages' memory."""
-    blocks = native.library()
+    blocks = native.load()
     if blocks is None or (buffer is not None and not _usable(buffer, 1, what.num_bytes)):
         return None
     table = what.table

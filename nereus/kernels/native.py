@@ -31,7 +31,7 @@ _BUILD_S = 60.0
 
 
 @functools.cache
-def library() -> Blocks | None:
+def load() -> Blocks | None:
     """``nereus_blocks``, or None where it cannot be had."""
     if os.environ.get("NEREUS_NATIVE") == "0" or sys.byteorder != "little" or not hasattr(os, "getuid"):
         return None

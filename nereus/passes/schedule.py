@@ -70,8 +70,8 @@ def longest_chain_first(moves: Sequence[Move]) -> list[Move]:
 
 
 def assign_waves(moves: Sequence[Move], window_bytes: int, num_devices: int) -> list[int]:
-    """Wave of every move. Copies inside a node's host memory come last at both ranks: they cross no link, and in an earlier
-    wave the network would wait for them."""
+    """Wave of every move. Copies inside a node's host memory come last at both ranks: they cross no link, and in an
+    earlier wave the network would wait for them."""
     wave = [0] * len(moves)
     sent: dict[tuple[int, int], int] = {}
     received: dict[tuple[int, int], int] = {}

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from nereus.kernels.native import library
+from nereus.kernels import native
 from nereus.runtime.faults import Fault
 from nereus.runtime.job import Job, run_job
 from nereus.runtime.transports.base import Transport
@@ -33,7 +33,7 @@ ALIVE_S = 1.0
 
 def main(folder: str, num_processes: int) -> None:
     torch.set_num_threads(1)
-    library()  # built and loaded once, not in every process
+    native.load()  # built and loaded once, not in every process
     children: dict[int, int] = {}
     supervisor = os.getpid()
     for process in range(num_processes):

@@ -26,8 +26,8 @@ MASK = (1 << 64) - 1
 @pytest.fixture(params=["native", "plain"])
 def library(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "plain":
-        monkeypatch.setattr(native, "library", lambda: None)
-    elif native.library() is None:
+        monkeypatch.setattr(native, "load", lambda: None)
+    elif native.load() is None:
         pytest.skip("no C compiler here")
     yield request.param
 
@@ -85,7 +85,7 @@ def test_pieces_travel_alike_between_different_strides(
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(range(4)), st.integers(1, 4), st.integers(1, 9000), st.integers(0, 2), st.integers(0, 1 << 40))
 def test_native_and_numpy_sums_are_equal(number: int, rows: int, cols: int, gap: int, start: int) -> None:
-    if native.library() is None:
+    if native.load() is None:
         pytest.skip("no C compiler here")
     storages = [random_bits(dtype, rows * (cols + gap) + 1, i) for i, dtype in enumerate(DTYPES)]
     what = packing(np.array([(number, 1, rows, cols, cols + gap if rows > 1 else 0, start, cols + 1)]), WIDTHS)
@@ -109,8 +109,8 @@ def test_a_cache_that_others_can_write_is_not_used(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "nereus").mkdir()
     os.chmod(tmp_path / "nereus", 0o777)
-    assert native.library.__wrapped__() is None
+    assert native.load.__wrapped__() is None
     os.chmod(tmp_path / "nereus", 0o700)
     monkeypatch.setenv("PATH", str(tmp_path))  # no compiler
-    assert native.library.__wrapped__() is None
+    assert native.load.__wrapped__() is None
     assert list((tmp_path / "nereus").iterdir()) == []

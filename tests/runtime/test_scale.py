@@ -3,6 +3,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+
+pytest.importorskip("torch")
+
 from runtime.tiny import cluster, plan, stage
 
 from nereus.ir.plan import Model
