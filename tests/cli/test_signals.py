@@ -45,6 +45,8 @@ def test_a_run_that_is_ended_leaves_nothing(tmp_path: Path, number: int, code: i
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A test run in the background, or under nohup, would hand down signals that are ignored.
+        preexec_fn=_default_signals,  # noqa: PLW1509 - this process has one thread
     )
     assert process.stderr is not None
     for line in process.stderr:
@@ -61,6 +63,11 @@ def test_a_run_that_is_ended_leaves_nothing(tmp_path: Path, number: int, code: i
     while _processes_of(scratch) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert _processes_of(scratch) == []
+
+
+def _default_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _processes_of(folder: Path) -> list[str]:

@@ -141,7 +141,14 @@ run_pair(trainer(four, tp=2), trainer(four, tp=4), procs=4, scale="none", on_eve
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
 def test_no_process_outlives_its_parent(end: signal.Signals, repo_root: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": f"{repo_root}:{repo_root / 'tests'}"}
-    parent = subprocess.Popen([sys.executable, "-c", _PARENT], env=environ, stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", _PARENT],
+        env=environ,
+        stdout=subprocess.PIPE,
+        text=True,
+        # A test run in the background would hand down an interrupt that is ignored.
+        preexec_fn=_interruptible,  # noqa: PLW1509 - this process has one thread
+    )
     assert parent.stdout is not None
     at_work: set[int] = set()  # all of them: the first may be at work before the last has been forked
     for line in parent.stdout:
@@ -159,6 +166,10 @@ def test_no_process_outlives_its_parent(end: signal.Signals, repo_root: Path) ->
         time.sleep(0.05)
     assert [pid for pid in workers if _alive(pid)] == []
     parent.stdout.close()
+
+
+def _interruptible() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _descendants(pid: int) -> list[int]:
