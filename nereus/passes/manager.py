@@ -7,17 +7,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from nereus.passes.place import Place
 from nereus.passes.route import Route
 from nereus.passes.schedule import ListSchedule
-
-
-class PassOptions(Protocol):
-    """A pass: a frozen dataclass whose fields are its options."""
-
-    name: str
 
 
 #: (pass name, what it produced): called after every pass.
