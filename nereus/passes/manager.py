@@ -13,7 +13,6 @@ from nereus.passes.place import Place
 from nereus.passes.route import Route
 from nereus.passes.schedule import ListSchedule
 
-
 #: (pass name, what it produced): called after every pass.
 Hook = Callable[[str, object], None]
 
