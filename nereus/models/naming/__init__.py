@@ -1,0 +1,1 @@
+"""What a framework calls its parameters, and which parts of which logical tensors lie in them."""
