@@ -1,0 +1,145 @@
+"""Runs a function of a test module on several fresh processes joined by gloo, and leaves no process behind.
+
+    from frameworks.harness import run
+
+    def _sum(rank: int, world_size: int, factor: int) -> float:
+        total = torch.ones(1) * factor
+        torch.distributed.all_reduce(total)
+        return total.item()
+
+    def test_sum() -> None:
+        assert run(3, _sum, 2) == [6.0, 6.0, 6.0]
+
+Frameworks keep global state (parallel groups, trackers, accelerators), so every call starts new interpreters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[1]
+
+#: What the frameworks need on a machine without GPU and network; set for the children and, by conftest.py, for pytest.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "DS_ACCELERATOR": "cpu",
+    "DS_BUILD_OPS": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONFAULTHANDLER": "1",
+}
+
+#: After the first failure the other ranks get this long to say what they saw.
+GRACE_S = 1.0
+#: Lines of each process's output in a failure.
+TAIL_LINES = 40
+
+
+class RunFailed(AssertionError):
+    """A rank failed or the time was over. The text holds the last lines of every rank, the first to fail first."""
+
+
+def run(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 120,
+    env: dict[str, str] | None = None,
+    init: bool = True,
+) -> list[Any]:
+    """``function(rank, world_size, *args)`` on ``world_size`` processes; their results by rank.
+
+    ``function``: at module level of any file. Arguments and results are pickled. ``timeout`` in seconds, for all.
+    ``env``: more variables. ``init=False``: no process group (the function makes its own). Raises RunFailed.
+    """
+    if "<locals>" in function.__qualname__:
+        raise ValueError(f"{function.__qualname__}: only a function at module level can be named to another process")
+    with tempfile.TemporaryDirectory(prefix="nereus-test-") as name:
+        folder = Path(name)
+        module = sys.modules[function.__module__]
+        job = (function.__module__, str(Path(module.__file__ or "").resolve()), function.__qualname__)
+        # Two pickles: the module must be loaded before arguments of its classes can be.
+        (folder / "job").write_bytes(pickle.dumps((job, world_size, init)))
+        (folder / "args").write_bytes(pickle.dumps(args))
+        children: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(world_size):
+                children.append(_start(folder, rank, world_size, env or {}))
+            failed = _wait(children, time.monotonic() + timeout)
+        finally:
+            for child in children:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(child.pid, signal.SIGKILL)
+            for child in children:
+                child.wait()
+        if failed is not None:
+            raise RunFailed(_report(folder, function.__qualname__, children, failed, timeout))
+        return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def _start(folder: Path, rank: int, world_size: int, more: dict[str, str]) -> subprocess.Popen[bytes]:
+    paths = [str(TESTS), str(TESTS.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    environ = {
+        **os.environ,
+        **ENVIRONMENT,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        **more,
+    }
+    # A file, not a pipe: a pipe that nobody empties would stop a talkative framework.
+    with open(folder / f"output-{rank}", "wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "frameworks.child", str(folder), str(rank)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environ,
+            start_new_session=True,
+        )
+
+
+def _wait(children: Sequence[subprocess.Popen[bytes]], deadline: float) -> list[int] | None:
+    """None when all ended well; else the failed ranks in the order of their failure (none: out of time)."""
+    failed: list[int] = []
+    while True:
+        codes = [child.poll() for child in children]
+        failed += [rank for rank, code in enumerate(codes) if code and rank not in failed]
+        if all(code is not None for code in codes):
+            return failed or None
+        if time.monotonic() > deadline:
+            return failed
+        if failed:
+            deadline = min(deadline, time.monotonic() + GRACE_S)
+        time.sleep(0.02)
+
+
+def _report(
+    folder: Path, function: str, children: Sequence[subprocess.Popen[bytes]], failed: Sequence[int], timeout: float
+) -> str:
+    lines = [f"{function}: rank {failed[0]} failed first" if failed else f"{function}: not done after {timeout:g} s"]
+    for rank in [*failed, *(r for r in range(len(children)) if r not in failed)]:
+        output = (folder / f"output-{rank}").read_text(errors="replace").splitlines()
+        lines += [f"--- rank {rank}, exit {children[rank].returncode}", *output[-TAIL_LINES:]]
+    return "\n".join(lines)
