@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from nereus.ir.cluster import Cluster, Device, Node
-from nereus.ir.layout import BoundLayout, IntArray
+from nereus.ir.layout import BoolArray, BoundLayout, IntArray
 from nereus.ir.plan import Slot
 from nereus.ir.tensor import LogicalTensor
 
@@ -80,9 +80,20 @@ class StateSet:
     tensors: tuple[LogicalTensor, ...]
     bound: BoundLayout
     slots: tuple[Slot, ...]  # Slot.host already says where each lies at a boundary
+    #: (slot, numbers of the tensors that do not have it), for slots that not all tensors have.
+    absent: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def slot(self, name: str) -> Slot | None:
         return next((s for s in self.slots if s.name == name), None)
+
+    def absent_mask(self, slot: str) -> BoolArray | None:
+        """Which tensors lack ``slot``; None if all have it."""
+        numbers = dict(self.absent).get(slot)
+        if not numbers:
+            return None
+        mask = np.zeros(len(self.tensors), dtype=bool)
+        mask[list(numbers)] = True
+        return mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

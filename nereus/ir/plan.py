@@ -97,6 +97,8 @@ class Stage:
     dp: int = 1
     sp: bool = False  # Megatron sequence parallelism
     pp_split: tuple[int, ...] = ()  # layers per pipeline stage, length pp; always filled in
+    #: With vp > 1: layers of every chunk in model order, length pp x vp; chunk i lies on pipeline stage i % pp.
+    chunks: tuple[int, ...] = ()
     zero: int = 0
     fsdp: int = 0  # shard-group size along dp; 0 = off
     order: str = ORDER_REPLICA

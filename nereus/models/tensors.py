@@ -66,7 +66,7 @@ def _front(arch: Arch, head: str) -> Iterator[LogicalTensor]:
     yield LogicalTensor(
         name="model.embed_tokens.weight",
         shape=(arch.vocab, arch.hidden),
-        cut=Cut(dim=0, groups=arch.vocab),
+        cut=Cut(dim=0, groups=arch.vocab, vocab=True),
         first=True,
         last=arch.tied_embeddings and head == "lm",  # a value head needs no second copy of the embedding
     )
@@ -78,7 +78,10 @@ def _back(arch: Arch, head: str) -> Iterator[LogicalTensor]:
         yield LogicalTensor(name="score.weight", shape=(1, arch.hidden), last=True)
     elif not arch.tied_embeddings:
         yield LogicalTensor(
-            name="lm_head.weight", shape=(arch.vocab, arch.hidden), cut=Cut(dim=0, groups=arch.vocab), last=True
+            name="lm_head.weight",
+            shape=(arch.vocab, arch.hidden),
+            cut=Cut(dim=0, groups=arch.vocab, vocab=True),
+            last=True,
         )
 
 
@@ -98,9 +101,15 @@ def _layer(arch: Arch, layer: int) -> Iterator[LogicalTensor]:
 
 def _attention(arch: Arch, prefix: str, layer: int) -> Iterator[LogicalTensor]:
     queries, keys = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-    by_head = Cut(dim=0, groups=arch.num_heads)
-    by_kv_head = Cut(dim=0, groups=arch.num_kv_heads, replicate=True)
-    for name, rows, cut in (("q_proj", queries, by_head), ("k_proj", keys, by_kv_head), ("v_proj", keys, by_kv_head)):
+    # Fused, a kv head's rows follow the rows of the query heads that share it.
+    per_group = queries // arch.num_kv_heads
+    period = per_group + 2 * arch.head_dim
+    bounds = (0, per_group, per_group + arch.head_dim, period)
+    for number, (name, rows, groups) in enumerate(
+        (("q_proj", queries, arch.num_heads), ("k_proj", keys, arch.num_kv_heads), ("v_proj", keys, arch.num_kv_heads))
+    ):
+        fused = (bounds[number], bounds[number + 1], period, arch.num_kv_heads)
+        cut = Cut(dim=0, groups=groups, replicate=number > 0, fused=fused)
         yield LogicalTensor(name=f"{prefix}.{name}.weight", shape=(rows, arch.hidden), cut=cut, layer=layer)
         if arch.qkv_bias:
             yield LogicalTensor(name=f"{prefix}.{name}.bias", shape=(rows,), cut=cut, layer=layer)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nereus.ir.cells import Cells, LocalBoxes, build_cells, cell_offset, held_cells, local_boxes, shard_ranges
+from nereus.ir.cells import Cells, LocalBoxes, build_cells, cell_offset, held_cells, local_boxes, shares_of
 from nereus.ir.holdings import StateSet, Topology
-from nereus.ir.layout import SHARD_NONE, IntArray
+from nereus.ir.layout import IntArray
 from nereus.ir.units import DTYPE_BYTES
 
 
@@ -102,41 +102,51 @@ def model_geometry(old_sets: Sequence[StateSet], new_sets: Sequence[StateSet]) -
     tensors = sets[0].tensors
     if any(s.tensors != tensors for s in sets):
         raise ValueError(f"model {sets[0].model}: the old and the new plan give it different tensors")
-    cells = build_cells(tensors, [s.bound.layout.tp for s in sets])
+    boxes = tuple(local_boxes(tensors, s.bound.layout) for s in sets)
+    cells = build_cells(tensors, boxes)
     return ModelGeometry(
         cells=cells,
         old_sets=tuple(old_sets),
         new_sets=tuple(new_sets),
-        old_boxes=tuple(local_boxes(tensors, s.bound.layout) for s in old_sets),
-        new_boxes=tuple(local_boxes(tensors, s.bound.layout) for s in new_sets),
+        old_boxes=boxes[: len(old_sets)],
+        new_boxes=boxes[len(old_sets) :],
     )
 
 
 def pieces_of(
-    cells: Cells, state_set: StateSet, boxes: LocalBoxes, number: int, slot: str, device_index: IntArray, offset: int
+    cells: Cells,
+    state_set: StateSet,
+    boxes: LocalBoxes,
+    number_of_set: int,
+    slot: str,
+    device_index: IntArray,
+    offset: int,
 ) -> tuple[list[Group], Pieces]:
     """Groups and pieces of one slot of one state set. ``device_index``: device number of each rank; ``offset``: added
     to a device number to get its place (0 GPU, number of devices for host memory)."""
     layout = state_set.bound.layout
-    rule = layout.shard_rule(slot)
     coord_of_rank, shard_of_rank = layout.coord_of_rank(), layout.shard_of_rank()
+    absent = state_set.absent_mask(slot)
     groups: list[Group] = []
     columns: list[tuple[IntArray, IntArray, IntArray, IntArray]] = []
     for coord in range(layout.num_coords):
         owned = held_cells(cells, boxes, coord)
         on_coord = coord_of_rank == coord
-        if rule == SHARD_NONE:
-            places = np.sort(device_index[on_coord]) + offset
-            columns.append((owned, np.zeros_like(owned), cells.numel[owned], np.full_like(owned, len(groups))))
-            groups.append(Group(state_set=number, coord=coord, shard=-1, places=tuple(places.tolist())))
-            continue
-        bounds = shard_ranges(boxes, coord, rule, layout.num_shards).bounds[cells.tensor[owned]]
-        cuts = cell_offset(cells, boxes, coord, owned[:, None], bounds)
-        row, shard = np.nonzero(cuts[:, 1:] > cuts[:, :-1])
-        columns.append((owned[row], cuts[row, shard], cuts[row, shard + 1], shard + len(groups)))
-        for index in range(layout.num_shards):
-            places = np.sort(device_index[on_coord & (shard_of_rank == index)]) + offset
-            groups.append(Group(state_set=number, coord=coord, shard=index, places=tuple(places.tolist())))
+        shares = shares_of(state_set.tensors, boxes, layout, slot, coord, absent)
+        tensor = cells.tensor[owned]
+        whole = bool((shares.start == 0).all()) and bool((shares.stop == boxes.numel[coord]).all())
+        if whole:
+            start = np.zeros((len(shares.share), len(owned)), dtype=np.int64)
+            stop = np.broadcast_to(cells.numel[owned], start.shape)
+        else:
+            start = cell_offset(cells, boxes, coord, owned[None, :], shares.start[:, tensor])
+            stop = cell_offset(cells, boxes, coord, owned[None, :], shares.stop[:, tensor])
+        number, row = np.nonzero(stop > start)
+        columns.append((owned[row], start[number, row], stop[number, row], number + len(groups)))
+        for share in shares.share.tolist():
+            here = on_coord if share < 0 else on_coord & (shard_of_rank == share)
+            places = np.sort(device_index[here]) + offset
+            groups.append(Group(state_set=number_of_set, coord=coord, shard=share, places=tuple(places.tolist())))
     cell, start, stop, group = (np.concatenate([c[i] for c in columns]) for i in range(4))
     return groups, Pieces(cell=cell, start=start, stop=stop, group=group)
 

@@ -133,7 +133,9 @@ def slot_groups(old_sets: tuple[StateSet, ...], new_sets: tuple[StateSet, ...]) 
             for number, state_set in enumerate(side):
                 slot = state_set.slot(name)
                 if slot is not None and slot.dtype == dtype:
-                    key.append((side is old_sets, number, state_set.bound.layout.shard_rule(name), slot.host))
+                    absent = dict(state_set.absent).get(name, ())
+                    rule = state_set.bound.layout.shard_rule(name)
+                    key.append((side is old_sets, number, rule, absent, slot.host))
         groups.setdefault(tuple(key), []).append(name)
     return [SlotGroup(tuple(names), str(key[0])) for key, names in groups.items()]
 

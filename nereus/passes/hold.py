@@ -40,6 +40,8 @@ def _state_set(copy: Copy, name: str) -> StateSet:
         owner=copy.owner.name,
         model=copy.model.name,
         tensors=logical_tensors(copy.model.arch, copy.model.head),
-        bound=BoundLayout(layout=layout_of(copy.stage), ranks=copy.owner.ranks),
+        bound=BoundLayout(
+            layout=layout_of(copy.stage, experts=copy.model.arch.moe is not None), ranks=copy.owner.ranks
+        ),
         slots=tuple(replace(slot, host=slot.host or in_host) for slot in copy.slots),
     )

@@ -117,7 +117,9 @@ class _Problem:
         self, options: Place, plan: Plan, stage: Stage, state_set: StateSet, matrix: Overlap, topology: Topology
     ) -> None:
         self.options, self.plan, self.stage, self.overlap, self.topology = options, plan, stage, matrix, topology
-        self.layout: Layout = state_set.bound.layout
+        layout = state_set.bound.layout
+        assert isinstance(layout, Layout), "only what a plan lays out is placed"
+        self.layout: Layout = layout
         self.state_set_name = state_set.stage
         self.num_params = sum(t.numel for t in state_set.tensors)
         index = topology.index()

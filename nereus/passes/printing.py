@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from nereus.ir.cluster import Device
+from nereus.ir.described import DescribedLayout
 from nereus.ir.holdings import Holdings, StateSet, Topology
 from nereus.ir.plan import Stage
 from nereus.ir.program import Program
@@ -79,7 +80,11 @@ def holdings_lines(holdings: Holdings) -> Iterator[str]:
 
 def _layout(entry: StateSet) -> str:
     layout = entry.bound.layout
+    if isinstance(layout, DescribedLayout):
+        return f"{layout.name}, {layout.num_ranks} ranks"
     text = f"dp {layout.dp} tp {layout.tp} pp {layout.pp}"
+    if layout.splits_experts:
+        text += f" ep {layout.ep} etp {layout.expert_tp}"
     return text + (f", shards {layout.num_shards}" if layout.num_shards > 1 else "")
 
 

@@ -20,20 +20,20 @@ def _label(stage: Stage | None, key: str = "on", message: str = "") -> Label | N
 
 
 def check_experts(old: Plan, new: Plan) -> list[Diagnostic]:
-    """Experts cut otherwise than their stage's dense tensors have no layout here yet: refused, not guessed."""
+    """Frameworks differ in how FSDP shards experts that are spread: refused, not guessed."""
     found = []
     for plan in (old, new):
         for stage in plan.stages:
             is_moe = plan.model(stage.model).arch.moe is not None
-            if is_moe and stage.service is None and stage.with_ is None and (stage.ep > 1 or stage.etp != stage.tp):
+            if is_moe and stage.service is None and stage.with_ is None and stage.fsdp > 1 and stage.ep > 1:
                 found.append(
                     Diagnostic(
                         code="NRS5006",
                         severity=Severity.ERROR,
-                        headline=f"{stage.name}: experts over ep = {stage.ep}, etp = {stage.etp} cannot be moved yet",
+                        headline=f"{stage.name}: experts over ep = {stage.ep} inside FSDP have no layout that is known",
                         primary=_label(stage, "ep"),
-                        notes=("only experts that are cut like their stage's dense tensors (ep = 1, etp = tp) can",),
-                        help="Change this stage by a checkpoint, or write ep = 1 in both plans.",
+                        notes=("frameworks shard such experts by expert, by row or not at all: it would be a guess",),
+                        help="Write ep = 1 with fsdp, or zero = 1 with ep (Megatron's expert data parallelism).",
                     )
                 )
     return found

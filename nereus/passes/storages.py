@@ -13,9 +13,9 @@ from functools import cached_property
 
 import numpy as np
 
-from nereus.ir.cells import LocalBoxes, local_boxes, shard_ranges
+from nereus.ir.cells import LocalBoxes, local_boxes, shares_of
 from nereus.ir.holdings import Holdings, StateSet, Topology
-from nereus.ir.layout import SHARD_NONE, BoolArray, IntArray
+from nereus.ir.layout import BoolArray, IntArray
 from nereus.ir.plan import Slot
 
 
@@ -43,25 +43,31 @@ class SetShares:
         self.coord_of_rank = layout.coord_of_rank()
         self.shard_of_rank = layout.shard_of_rank()
         self.rank_of_device = {index[d]: rank for rank, d in enumerate(state_set.bound.ranks)}
-        self._shares: dict[tuple[str, int, int], Share] = {}
+        self._shares: dict[tuple[object, int, int], Share] = {}
+        self._shards_of: dict[int, list[int]] = {}
+        for coord, shard in sorted(set(zip(self.coord_of_rank.tolist(), self.shard_of_rank.tolist(), strict=True))):
+            self._shards_of.setdefault(coord, []).append(shard)
 
     def class_of(self, device: int) -> tuple[int, int]:
         rank = self.rank_of_device[device]
         return int(self.coord_of_rank[rank]), int(self.shard_of_rank[rank])
 
     def share(self, slot: str, coord: int, shard: int) -> Share:
-        layout = self.state_set.bound.layout
-        rule = layout.shard_rule(slot)
+        state_set = self.state_set
+        rule = self.rule(slot)
         key = (rule, coord, shard)
         if key not in self._shares:
-            if rule == SHARD_NONE:
-                numel = self.boxes.numel[coord]
-                self._shares[key] = Share(start=np.zeros_like(numel), stop=numel)
-            else:
-                bounds = shard_ranges(self.boxes, coord, rule, layout.num_shards).bounds
-                for number in range(layout.num_shards):
-                    self._shares[rule, coord, number] = Share(start=bounds[:, number], stop=bounds[:, number + 1])
+            absent = state_set.absent_mask(slot)
+            found = shares_of(state_set.tensors, self.boxes, state_set.bound.layout, slot, coord, absent)
+            for row, number in enumerate(found.share.tolist()):
+                share = Share(start=found.start[row], stop=found.stop[row])
+                for each in self._shards_of[coord] if number < 0 else (number,):
+                    self._shares[rule, coord, each] = share
         return self._shares[key]
+
+    def rule(self, slot: str) -> tuple[str, tuple[int, ...]]:
+        """Slots with equal rules lie alike."""
+        return self.state_set.bound.layout.shard_rule(slot), dict(self.state_set.absent).get(slot, ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +117,8 @@ class StorageMap:
         new_class = new.class_of(device) if new is not None and new_slot is not None else None
         key = (
             stage,
-            old_class and old and (old.state_set.bound.layout.shard_rule(slot), old_class),
-            new_class and new and (new.state_set.bound.layout.shard_rule(slot), new_class),
+            old_class and old and (old.rule(slot), old_class),
+            new_class and new and (new.rule(slot), new_class),
             old_slot == new_slot,
         )
         if key not in self._fits:

@@ -13,7 +13,7 @@ import numpy as np
 
 from nereus.ir.cells import local_boxes
 from nereus.ir.holdings import Holdings, StateSet
-from nereus.ir.layout import layout_of
+from nereus.ir.layout import Layout, layout_of
 from nereus.ir.plan import Plan, Stage
 from nereus.ir.schedule import Schedule
 from nereus.ir.transition import LOCAL
@@ -47,7 +47,11 @@ def _state_set_problem(state_set: StateSet) -> str | None:
     """Every layer lies on exactly one pipeline stage, and the coordinates together hold every tensor whole."""
     layout = state_set.bound.layout
     layers = {t.layer for t in state_set.tensors if t.layer is not None}
-    if layers and (sum(layout.pp_split) != len(layers) or max(layers) != len(layers) - 1):
+    if (
+        isinstance(layout, Layout)
+        and layers
+        and (sum(layout.pp_split) != len(layers) or max(layers) != len(layers) - 1)
+    ):
         return f"{state_set.stage}: pp_split {layout.pp_split} does not cover {len(layers)} layers"
     boxes = local_boxes(state_set.tensors, layout)
     whole = np.array([t.numel for t in state_set.tensors], dtype=np.int64)

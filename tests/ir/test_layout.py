@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nereus.ir.cells import build_cells, cell_offset, held_cells, local_boxes, matrix_shape, shard_ranges
+from nereus.ir.cells import build_cells, cell_offset, held_cells, local_boxes, shares_of
 from nereus.ir.layout import SHARD_DIM0, SHARD_FLAT, SHARD_NONE, SHARD_PARAM, Layout
 from nereus.ir.plan import ORDER_MEGATRON, ORDER_REPLICA
-from nereus.ir.tensor import Cut, CutError, LogicalTensor
+from nereus.ir.tensor import Cut, CutError, LogicalTensor, matrix_shape
 
 DEGREES = (1, 2, 4)
 
@@ -90,7 +91,7 @@ def local_part(tensor: LogicalTensor, layout: Layout, tp: int, pp: int) -> np.nd
 @given(layouts(), st.integers(1, 2), st.integers(1, 3))
 def test_cells_and_boxes_label_every_element(layout: Layout, rows: int, cols: int) -> None:
     model = tensors(rows, cols)
-    cells = build_cells(model, DEGREES)
+    cells = build_cells(model, [local_boxes(model, replace(layout, tp=tp)) for tp in DEGREES])
     # Cells partition every tensor.
     for number, tensor in enumerate(model):
         seen = np.zeros(matrix_shape(tensor.shape), dtype=int)
@@ -144,9 +145,11 @@ def test_shard_ranges_against_lists(layout: Layout, num_shards: int, rule: str) 
                 height, width = local[number].shape
                 shard = (element // width) // -(-height // num_shards)
             expected[number][shard].append(element)
-        bounds = shard_ranges(boxes, coord, rule, num_shards).bounds
+        sharded = replace(layout, dp=num_shards, num_shards=num_shards, optimizer_shards=rule)
+        shares = shares_of(model, boxes, sharded, "exp_avg", coord)
+        assert shares.share.tolist() == list(range(num_shards))
         for number, shard in itertools.product(range(len(model)), range(num_shards)):
-            start, stop = bounds[number, shard], bounds[number, shard + 1]
+            start, stop = shares.start[shard, number], shares.stop[shard, number]
             assert list(range(start, stop)) == expected[number][shard]
 
 
@@ -166,8 +169,9 @@ def sizes(shape: tuple[int, ...], shards: int, rule: str) -> list[int]:
         weight_shards=rule,
         optimizer_shards=rule,
     )
-    bounds = shard_ranges(local_boxes(one(*shape), layout), 0, rule, shards).bounds[0]
-    return np.diff(bounds).tolist()
+    found = shares_of(one(*shape), local_boxes(one(*shape), layout), layout, "weight", 0)
+    assert (found.start[1:] == found.stop[:-1]).all()
+    return (found.stop - found.start)[:, 0].tolist()
 
 
 def test_padding_only_and_empty_shards() -> None:

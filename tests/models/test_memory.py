@@ -23,9 +23,9 @@ from models.sample_plans import (
 )
 
 from nereus.ir.arch import Arch
-from nereus.ir.cells import local_boxes, shard_ranges
+from nereus.ir.cells import local_boxes, shares_of
 from nereus.ir.cluster import Device
-from nereus.ir.layout import SHARD_NONE, layout_of
+from nereus.ir.layout import layout_of
 from nereus.ir.plan import Model, Plan, Slot, Stage, Workload
 from nereus.ir.units import GB, GIB
 from nereus.models.memory import (
@@ -269,12 +269,9 @@ def _oracle_state(plan: Plan, owner: Stage, device: Device) -> int:
     coord, shard = int(layout.coord_of_rank()[rank]), int(layout.shard_of_rank()[rank])
     total = 0
     for slot in owner.slots:
-        rule = layout.shard_rule(slot.name)
-        if rule == SHARD_NONE:
-            total += int(boxes.numel[coord].sum()) * slot.element_bytes
-            continue
-        bounds = shard_ranges(boxes, coord, rule, layout.num_shards).bounds
-        total += int((bounds[:, shard + 1] - bounds[:, shard]).sum()) * slot.element_bytes
+        shares = shares_of(logical_tensors(arch, head), boxes, layout, slot.name, coord)
+        row = 0 if shares.share[0] < 0 else shares.share.tolist().index(shard)
+        total += int((shares.stop[row] - shares.start[row]).sum()) * slot.element_bytes
     return total
 
 
