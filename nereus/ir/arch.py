@@ -29,6 +29,16 @@ class Mla:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """Low-rank adapters beside linears; everything else is frozen. The update is scaled by ``alpha / rank``."""
+
+    rank: int
+    alpha: float
+    #: Module names such as ``q_proj``; empty: every linear of every layer, experts included, the router not.
+    targets: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Arch:
     """Dense or MoE decoder-only transformer with RMSNorm and a gated MLP."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from nereus.ir.arch import Arch
+from nereus.ir.arch import Arch, Lora
 from nereus.ir.cluster import Cluster, Device
 from nereus.ir.diagnostic import Span
 from nereus.ir.units import DTYPE_BYTES
@@ -25,6 +25,7 @@ class Model:
     #: Name of the model it was declared from (``model ref = actor { ... }``), whose initial weights it shares.
     base: str | None = None
     precision: str = "bf16"
+    lora: Lora | None = None
     span: Span | None = field(default=None, compare=False, repr=False)
 
 

@@ -62,10 +62,14 @@ class StorageSpec:
     col_hi: int
     start: int
     stop: int
+    #: Elements of the framework's allocation that the blocks of this storage point into, where that is not the range
+    #: alone (``nereus.runtime.relocate``); 0: it is.
+    extent: int = 0
 
     @property
     def numel(self) -> int:
-        return self.stop - self.start
+        """Elements of the 1-D buffer."""
+        return self.extent or self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

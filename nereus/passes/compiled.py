@@ -25,29 +25,14 @@ from nereus.passes.storages import StorageMap
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transition:
-    """``old`` and ``new`` are placed. Not slotted: per-device indices are built once and kept."""
+class Exchange:
+    """What the programs of a change follow from. Not slotted: per-device indices are built once and kept."""
 
-    old: Plan
-    new: Plan
-    old_holdings: Holdings
-    new_holdings: Holdings
     topology: Topology
     diff: Diff
-    changes: tuple[StageChange, ...]
-    choices: tuple[Choice, ...]
     storages: StorageMap = field(repr=False)
-    life: Lifecycle
-    memory: MemoryPlan
     schedule: Schedule
-    dag: Dag
-    bound: Bounds
     digest: str
-    certificate: Certificate
-    #: What the user should know although it compiles.
-    warnings: tuple[Diagnostic, ...] = ()
-    #: Seconds of each pass, in order.
-    timings: tuple[tuple[str, float], ...] = ()
 
     def geometry_of(self, table: AtomTable) -> ModelGeometry:
         return self._geometry[id(table)]
@@ -70,12 +55,38 @@ class Transition:
         return {device: tuple(numbers) for device, numbers in found.items()}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Transition(Exchange):
+    """A change of plan. ``old`` and ``new`` are placed."""
+
+    old: Plan
+    new: Plan
+    old_holdings: Holdings
+    new_holdings: Holdings
+    changes: tuple[StageChange, ...]
+    choices: tuple[Choice, ...]
+    life: Lifecycle
+    memory: MemoryPlan
+    dag: Dag
+    bound: Bounds
+    certificate: Certificate
+    #: What the user should know although it compiles.
+    warnings: tuple[Diagnostic, ...] = ()
+    #: Seconds of each pass, in order.
+    timings: tuple[tuple[str, float], ...] = ()
+
+
 def transition_digest(old: Plan, new: Plan, schedule: Schedule) -> str:
     """SHA-256 over both placed plans (not their file names) and every move with its wave: equal programs, equal
     digest."""
     digest = hashlib.sha256()
     for plan in (old, new):
         digest.update(repr(replace(plan, path="")).encode())
+    return schedule_digest(digest, schedule)
+
+
+def schedule_digest(digest: hashlib._Hash, schedule: Schedule) -> str:
+    """``digest`` of what the schedule was made from, and every move with its wave."""
     digest.update(schedule.mode.encode())
     head = [
         (

@@ -12,7 +12,7 @@ from nereus.ir.intervals import Intervals
 from nereus.ir.layout import IntArray
 from nereus.ir.program import NO_BLOCKS, Blocks, StorageSpec
 from nereus.passes.atoms import AtomTable, Group
-from nereus.passes.compiled import Transition
+from nereus.passes.compiled import Exchange
 from nereus.passes.storages import SetShares
 
 #: Storage of a device without the device: (stage, slot, tensor number).
@@ -51,7 +51,7 @@ class LocalSet:
 class DeviceStorages:
     """Every storage that the device has before or after, numbered, and which state set has what of an atom table."""
 
-    def __init__(self, transition: Transition, device: int) -> None:
+    def __init__(self, transition: Exchange, device: int) -> None:
         self.transition = transition
         self.device = device
         self.specs: list[StorageSpec] = []

@@ -55,7 +55,8 @@ class Diff:
     derived_bytes: int
 
 
-def diff(old: Holdings, new: Holdings, topology: Topology) -> Diff:
+def diff(old: Holdings, new: Holdings, topology: Topology, *, derive: bool = True) -> Diff:
+    """``derive``: half-precision weights may be made from the fp32 masters that arrive with them."""
     geometries: list[ModelGeometry] = []
     geometry_of: list[int] = []
     tables: list[AtomTable] = []
@@ -69,7 +70,7 @@ def diff(old: Holdings, new: Holdings, topology: Topology) -> Diff:
         geometry = model_geometry(old_sets, new_sets)
         geometries.append(geometry)
         for group in slot_groups(old_sets, new_sets):
-            tables.append(build_atoms(geometry, topology, model, group, derive=derivable(group, old_sets)))
+            tables.append(build_atoms(geometry, topology, model, group, derive=derive and derivable(group, old_sets)))
             geometry_of.append(len(geometries) - 1)
     demands: list[Demand] = []
     lost: list[LostState] = []

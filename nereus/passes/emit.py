@@ -14,17 +14,17 @@ from nereus.ir.cells import Cells
 from nereus.ir.intervals import Intervals
 from nereus.ir.program import NO_BLOCKS, Blocks, LocalCopy, Message, Program, Wave
 from nereus.ir.transition import Move
-from nereus.passes.compiled import Transition
+from nereus.passes.compiled import Exchange
 from nereus.passes.device_storages import DeviceStorages, LocalKey, LocalSet
 
 
-def emit_program(transition: Transition, device: int) -> Program:
+def emit_program(transition: Exchange, device: int) -> Program:
     """Program of device number ``device`` (of ``transition.topology``)."""
     return _Emitter(transition, device).run()
 
 
 class _Emitter:
-    def __init__(self, transition: Transition, device: int) -> None:
+    def __init__(self, transition: Exchange, device: int) -> None:
         self.transition = transition
         self.device = device
         self.num_devices = transition.topology.num_devices
