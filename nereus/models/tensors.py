@@ -9,15 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from nereus.ir.arch import Arch, Mla, Moe
+from nereus.ir.arch import Arch, Lora, Mla, Moe
 from nereus.ir.tensor import Cut, LogicalTensor
+from nereus.models.lora import with_adapters
 
 HEADS = ("lm", "value")
 
 
+def logical_tensors(arch: Arch, head: str = "lm", lora: Lora | None = None) -> tuple[LogicalTensor, ...]:
+    """All tensors in model order: embedding, layers, final norm, head (lm, or value: ``score.weight`` [1, hidden]);
+    with ``lora`` each adapted matrix is followed by its two factors."""
+    return _all_tensors(arch, head, lora)
+
+
 @lru_cache(maxsize=64)
-def logical_tensors(arch: Arch, head: str = "lm") -> tuple[LogicalTensor, ...]:
-    """All tensors in model order: embedding, layers, final norm, head (lm, or value: ``score.weight`` [1, hidden])."""
+def _all_tensors(arch: Arch, head: str, lora: Lora | None) -> tuple[LogicalTensor, ...]:
+    if lora is not None:
+        return tuple(with_adapters(_all_tensors(arch, head, None), lora))
     if head not in HEADS:
         raise ValueError(f"a model's head is lm or value, not '{head}'")
     return (
@@ -28,9 +36,9 @@ def logical_tensors(arch: Arch, head: str = "lm") -> tuple[LogicalTensor, ...]:
 
 
 @lru_cache(maxsize=64)
-def num_params(arch: Arch, head: str = "lm") -> int:
-    """Parameters; a tied embedding counts once."""
-    return sum(tensor.numel for tensor in logical_tensors(arch, head))
+def num_params(arch: Arch, head: str = "lm", lora: Lora | None = None, *, trainable: bool = False) -> int:
+    """Parameters, or only the ``trainable`` ones; a tied embedding counts once."""
+    return sum(t.numel for t in logical_tensors(arch, head, lora) if t.trainable or not trainable)
 
 
 def tp_refusals(arch: Arch, tp: int, *, head: str = "lm") -> tuple[str, ...]:
@@ -163,6 +171,7 @@ def _mlp(
     *,
     expert: int | None = None,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    bundle: str | None = None,
 ) -> Iterator[LogicalTensor]:
     gate, up, down = names
     for name in (gate, up):
@@ -172,9 +181,15 @@ def _mlp(
             cut=Cut(dim=0, groups=ffn),
             layer=layer,
             expert=expert,
+            bundle=bundle,
         )
     yield LogicalTensor(
-        name=f"{prefix}.{down}.weight", shape=(hidden, ffn), cut=Cut(dim=1, groups=ffn), layer=layer, expert=expert
+        name=f"{prefix}.{down}.weight",
+        shape=(hidden, ffn),
+        cut=Cut(dim=1, groups=ffn),
+        layer=layer,
+        expert=expert,
+        bundle=bundle,
     )
 
 
@@ -183,9 +198,20 @@ def _experts(arch: Arch, moe: Moe, prefix: str, layer: int) -> Iterator[LogicalT
     block = f"{prefix}.block_sparse_moe" if mixtral else f"{prefix}.mlp"
     yield LogicalTensor(name=f"{block}.gate.weight", shape=(moe.num_experts, arch.hidden), layer=layer)
     if moe.router_bias:
-        yield LogicalTensor(name=f"{block}.gate.e_score_correction_bias", shape=(moe.num_experts,), layer=layer)
+        # Balanced by the trainer's own rule, not by gradients: a buffer.
+        yield LogicalTensor(
+            name=f"{block}.gate.e_score_correction_bias", shape=(moe.num_experts,), layer=layer, trainable=False
+        )
     names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for expert in range(moe.num_experts):
-        yield from _mlp(arch.hidden, moe.expert_ffn, f"{block}.experts.{expert}", layer, expert=expert, names=names)
+        yield from _mlp(
+            arch.hidden,
+            moe.expert_ffn,
+            f"{block}.experts.{expert}",
+            layer,
+            expert=expert,
+            names=names,
+            bundle=f"{block}.experts",
+        )
     if moe.num_shared_experts:
         yield from _mlp(arch.hidden, moe.shared_expert_ffn, f"{block}.shared_experts", layer)

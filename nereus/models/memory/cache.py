@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from nereus.ir.plan import Plan, Stage
 from nereus.models.memory.activations import kv_bytes_per_token
 from nereus.models.memory.report import MemoryReport
-from nereus.models.memory.state import copies, owner_of
+from nereus.models.memory.state import copies
 from nereus.models.memory.steady import kv_cache_bytes, mem_bytes_of
 
 _CACHE_ELEMENT_BYTES = 2  # bf16 cache
@@ -16,12 +16,12 @@ _CACHE_ELEMENT_BYTES = 2  # bf16 cache
 def cache_tokens(plan: Plan, report: MemoryReport) -> Iterator[tuple[Stage, int, int]]:
     """(stage, tokens that its cache holds, bytes per token) on the engine's tightest GPU. ``report``: that of
     ``plan``."""
-    by_owner = {(copy.owner.name, copy.model.name): copy for copy in copies(plan)}
+    copy_of = {user.name: copy for copy in copies(plan) for user in copy.users}
     nodes = {node.name: node for node in plan.cluster.nodes}
     for stage in plan.stages:
         if stage.kind != "generate" or stage.service is not None:
             continue
-        copy = by_owner[owner_of(plan, stage).name, stage.model]
+        copy = copy_of[stage.name]
         tightest: tuple[int, int] | None = None
         for row in report.rows:
             if row.stage != stage.name:

@@ -9,15 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from nereus.ir.arch import Arch
+from nereus.ir.arch import Arch, Lora
 from nereus.ir.plan import Stage
 from nereus.ir.tensor import LogicalTensor
+from nereus.models.slots import slot_applies
 from nereus.models.tensors import logical_tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalShapes:
-    """The tensors of one pipeline coordinate after tensor and expert parallelism, as (rows, cols, how many of them)."""
+    """The tensors of one pipeline coordinate after tensor and expert parallelism, as (rows, cols, how many of them):
+    all of them, or those that have a certain slot."""
 
     dense: tuple[tuple[int, int, int], ...]
     expert: tuple[tuple[int, int, int], ...]
@@ -61,9 +63,27 @@ def sharding(stage: Stage, slot: str) -> Sharding:
     return Sharding(rule="flat", num_dense=stage.dp, num_expert=expert_dp(stage))
 
 
-def local_shapes(arch: Arch, head: str, stage: Stage) -> tuple[LocalShapes, ...]:
-    """One per pipeline coordinate of ``stage``."""
-    return _local_shapes(arch, head, stage.tp, stage.ep, expert_tp(stage), stage.pp_split or _even(arch, stage.pp))
+def local_shapes(
+    arch: Arch,
+    head: str,
+    stage: Stage,
+    *,
+    lora: Lora | None = None,
+    slot: str = "weight",
+    optimizer: str | None = None,
+) -> tuple[LocalShapes, ...]:
+    """One per pipeline coordinate of ``stage``: the tensors that have ``slot``. ``gradients``: those that train."""
+    split = stage.pp_split or _even(arch, stage.pp)
+    return _local_shapes(arch, head, lora, _alike(slot, optimizer), stage.tp, stage.ep, expert_tp(stage), split)
+
+
+def _alike(slot: str, optimizer: str | None) -> tuple[str, str | None]:
+    """One pair for all slots that the same tensors have, so that shapes are counted once for them."""
+    if slot == "weight":
+        return "weight", None
+    if (optimizer or "").lower() == "muon" and slot in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
+        return ("momentum_buffer" if slot == "momentum_buffer" else "exp_avg"), "muon"
+    return "master", None
 
 
 def local_numel(shapes: LocalShapes, shards: Sharding) -> int:
@@ -89,10 +109,17 @@ def _even(arch: Arch, pp: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=512)
 def _local_shapes(
-    arch: Arch, head: str, tp: int, ep: int, etp: int, pp_split: tuple[int, ...]
+    arch: Arch,
+    head: str,
+    lora: Lora | None,
+    slot: tuple[str, str | None],
+    tp: int,
+    ep: int,
+    etp: int,
+    pp_split: tuple[int, ...],
 ) -> tuple[LocalShapes, ...]:
     first_layer, pipeline = 0, []
-    by_layer = _by_layer(arch, head)
+    by_layer = _by_layer(arch, head, lora, slot)
     for index, num_layers in enumerate(pp_split):
         layers = range(first_layer, first_layer + num_layers)
         first_layer += num_layers
@@ -101,7 +128,7 @@ def _local_shapes(
         sizes, num_expert_layers = [], 0
         for layer in layers:
             size, has_experts = 0, False
-            for tensor in by_layer[layer]:
+            for tensor in by_layer.get(layer, ()):
                 rows, cols = _box(tensor, tp, etp)
                 # Experts are numbered globally and divided over ep in equal runs; the fullest rank has the first run.
                 if tensor.expert is None:
@@ -134,10 +161,13 @@ def _local_shapes(
 
 
 @lru_cache(maxsize=64)
-def _by_layer(arch: Arch, head: str) -> dict[int | None, tuple[LogicalTensor, ...]]:
+def _by_layer(
+    arch: Arch, head: str, lora: Lora | None, slot: tuple[str, str | None]
+) -> dict[int | None, tuple[LogicalTensor, ...]]:
     grouped: dict[int | None, list[LogicalTensor]] = {None: []}
-    for tensor in logical_tensors(arch, head):
-        grouped.setdefault(tensor.layer, []).append(tensor)
+    for tensor in logical_tensors(arch, head, lora):
+        if slot_applies(slot[0], tensor, slot[1]):
+            grouped.setdefault(tensor.layer, []).append(tensor)
     return {layer: tuple(tensors) for layer, tensors in grouped.items()}
 
 

@@ -2,6 +2,9 @@
 
 A process belongs to an owner stage. The stages that run in it (``with``) use its copy where the model is the same and
 bring one of their own where it is another. A copy's slots are those of the stage that keeps most, normally the trainer.
+
+A model that is another one *without its adapter* (``model ref = actor { lora = none }``) has the very weights that the
+other keeps frozen: in the same processes it runs on that copy and has none of its own.
 """
 
 from __future__ import annotations
@@ -26,12 +29,21 @@ class Copy:
     slots: tuple[Slot, ...]
     idle: str
     swap: bool
-    #: Stages that run on this copy.
+    #: Stages that run on this copy, those of a model that shares its frozen base included.
     users: tuple[Stage, ...]
 
     @property
+    def optimizer(self) -> str | None:
+        return next((user.optimizer for user in self.users if user.is_train), None)
+
+    @property
     def shapes(self) -> tuple[LocalShapes, ...]:
-        return local_shapes(self.model.arch, self.model.head, self.stage)
+        return self.shapes_of("weight")
+
+    def shapes_of(self, slot: str) -> tuple[LocalShapes, ...]:
+        """Of the tensors that have ``slot``; ``gradients``: of those that train."""
+        model = self.model
+        return local_shapes(model.arch, model.head, self.stage, lora=model.lora, slot=slot, optimizer=self.optimizer)
 
 
 def owner_of(plan: Plan, stage: Stage) -> Stage:
@@ -44,16 +56,34 @@ def owner_of(plan: Plan, stage: Stage) -> Stage:
     return stage
 
 
+def keeper_of(plan: Plan, stage: Stage) -> str:
+    """The model on whose copy ``stage`` runs: its own, or, where that is another model of the same processes without
+    its adapter, the other one."""
+    model = plan.model(stage.model)
+    if model.base is None or model.lora is not None:
+        return model.name
+    base = plan.model(model.base)
+    if base.lora is None or (base.arch, base.head, base.precision) != (model.arch, model.head, model.precision):
+        return model.name
+    owner = owner_of(plan, stage).name
+    inside = [s for s in plan.stages if s.service is None and owner_of(plan, s).name == owner]
+    if any(s.model == model.name and s.is_train for s in inside):  # it trains the weights, so they are its own
+        return model.name
+    dtype = _weight_dtype(plan, stage)
+    shared = any(s.model == base.name and _weight_dtype(plan, s) == dtype for s in inside)
+    return base.name if shared else model.name
+
+
 def copies(plan: Plan) -> tuple[Copy, ...]:
     """In plan order of their owners, the owner's own model first."""
     found = []
     for owner in plan.owners():
         inside = [s for s in plan.stages if s.service is None and owner_of(plan, s).name == owner.name]
-        names = dict.fromkeys([owner.model, *(s.model for s in inside)])
-        for name in names:
-            users = tuple(s for s in inside if s.model == name)
-            fullest = max(users, key=lambda s: len(slots_of(plan, s)))
-            lead = owner if owner.model == name else fullest
+        keepers = {s.name: keeper_of(plan, s) for s in inside}
+        for name in dict.fromkeys([keepers[owner.name], *keepers.values()]):
+            users = tuple(s for s in inside if keepers[s.name] == name)
+            fullest = max((s for s in users if s.model == name), key=lambda s: len(slots_of(plan, s)))
+            lead = owner if owner in users and owner.model == name else fullest
             found.append(
                 Copy(
                     owner=owner,
@@ -75,13 +105,17 @@ def slots_of(plan: Plan, stage: Stage) -> tuple[Slot, ...]:
     return default_slots(trains=stage.is_train, precision=precision, optimizer=stage.optimizer)
 
 
+def _weight_dtype(plan: Plan, stage: Stage) -> str:
+    return next(slot.dtype for slot in slots_of(plan, stage) if slot.name == "weight")
+
+
 def slot_bytes(copy: Copy, slot: Slot, index: int) -> int:
     """Bytes of ``slot`` on the fullest rank of pipeline stage ``index``."""
-    return local_numel(copy.shapes[index], sharding(copy.stage, slot.name)) * slot.element_bytes
+    return local_numel(copy.shapes_of(slot.name)[index], sharding(copy.stage, slot.name)) * slot.element_bytes
 
 
 def gradient_bytes(copy: Copy, index: int) -> int:
-    return local_numel(copy.shapes[index], sharding(copy.stage, "gradients")) * GRADIENT_BYTES
+    return local_numel(copy.shapes_of("gradients")[index], sharding(copy.stage, "gradients")) * GRADIENT_BYTES
 
 
 def gathered_bytes(copy: Copy, index: int) -> int:

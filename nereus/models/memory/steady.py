@@ -238,7 +238,7 @@ def _hosts(plan: Plan, all_copies: tuple[Copy, ...]) -> tuple[HostRow, ...]:
 
 
 def _copy_of(all_copies: tuple[Copy, ...], owner: str, stage: Stage) -> Copy:
-    return next(c for c in all_copies if c.owner.name == owner and c.model.name == stage.model)
+    return next(c for c in all_copies if c.owner.name == owner and any(u.name == stage.name for u in c.users))
 
 
 def mem_bytes_of(node: Node) -> int:
