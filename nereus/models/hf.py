@@ -79,8 +79,10 @@ def _qwen3_moe(config: _Config) -> Arch:
             "mlp_only_layers or decoder_sparse_step mixes dense layers between expert layers; "
             "only models whose dense layers come first are supported"
         )
+    # transformers 5 writes the count under its own common name.
+    count = "num_experts" if "num_experts" in config else "num_local_experts"
     moe = Moe(
-        num_experts=_int(config, "num_experts"),
+        num_experts=_int(config, count if count in config else "num_experts"),
         experts_per_token=_int(config, "num_experts_per_tok"),
         expert_ffn=_int(config, "moe_intermediate_size"),
     )

@@ -30,8 +30,11 @@ class Where:
 class Naming(Protocol):
     """One framework's names for one model. ``head``: lm or value."""
 
-    arch: Arch
-    head: str
+    @property
+    def arch(self) -> Arch: ...
+
+    @property
+    def head(self) -> str: ...
 
     def segments(self, parameter: str, shape: Sequence[int], where: Where) -> tuple[Segment, ...]:
         """Segments of the local ``parameter`` of ``shape``. Raises UnknownParameter where the name, or the shape under
