@@ -264,7 +264,7 @@ class _Merger:
         section = self._section(self._merged.models, block, label.text)
         if block.value is not None:
             section.value = block.value
-        self._fill(section, block, schema.MODEL_KEYS, f"model {label.text}", ("arch",))
+        self._fill(section, block, schema.MODEL_KEYS, f"model {label.text}", ("lora", "arch"))
 
     # -- sections
 
@@ -361,9 +361,13 @@ class _Merger:
                     self._sink.error("NRS2026", f"{name} takes no name and no value", item.span)
                 else:
                     section.blocks[name] = item
+                    section.entries.pop(name, None)
                 continue
-            if name in blocks and not is_unset:
-                self._sink.error("NRS2026", f"'{name}' is a block", word.span, f"write {name} {{ ... }}")
+            if name in schema.DROPPABLE_BLOCKS and isinstance(item.value, Word) and item.value.text == "none":
+                section.blocks.pop(name, None)
+            elif name in blocks and not is_unset:
+                label = f"write {name} {{ ... }}" + (f" or {name} = none" if name in schema.DROPPABLE_BLOCKS else "")
+                self._sink.error("NRS2026", f"'{name}' is a block", word.span, label)
                 continue
             if is_unset and not keep_unset:
                 section.entries.pop(name, None)

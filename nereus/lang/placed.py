@@ -12,6 +12,7 @@ from nereus.lang.formatter import format_file
 from nereus.lang.parser import parse
 from nereus.lang.printer import quote
 from nereus.lang.ranges import compress_devices, compress_names
+from nereus.lang.shared_base import runs_on_another
 from nereus.models.presets import preset, preset_names
 from nereus.models.slots import default_slots
 
@@ -32,7 +33,7 @@ def placed_plan_text(plan: Plan) -> str:
     from nereus.ir.diagnostic import Source
 
     plan = pinned(plan)
-    parts = [_HEADER, _cluster(plan), *(_model(m) for m in plan.models), _workload(plan)]
+    parts = [_HEADER, _cluster(plan), *(_model(m, plan) for m in plan.models), _workload(plan)]
     parts += [_stage(stage, plan) for stage in plan.stages]
     if plan.checkpoint is not None:
         c = plan.checkpoint
@@ -86,9 +87,16 @@ def _devices_list(words: list[str]) -> str:
     return words[0] if len(words) == 1 else f"({', '.join(words)})"
 
 
-def _model(model: Model) -> str:
+def _model(model: Model, plan: Plan) -> str:
     entries = [("head", model.head), ("frozen", _bool(model.frozen)), ("precision", model.precision)]
     inner: tuple[str, ...] = ()
+    adapter: tuple[str, ...] = ()
+    if model.lora is not None:
+        targets = "all" if not model.lora.targets else f"({', '.join(model.lora.targets)})"
+        keys = [("rank", str(model.lora.rank)), ("alpha", _number(model.lora.alpha)), ("targets", targets)]
+        adapter = (_block("lora", keys),)
+    elif model.base is not None and plan.model(model.base).lora is not None:
+        entries.append(("lora", "none"))
     if model.base is not None:
         value = model.base
     elif model.source in preset_names() and preset(model.source) == model.arch:
@@ -96,7 +104,7 @@ def _model(model: Model) -> str:
     else:
         value = f"hf({quote(model.source)})"
         inner = (_shape("arch", model.arch),)
-    return _block(f"model {model.name} = {value}", entries, inner)
+    return _block(f"model {model.name} = {value}", entries, (*adapter, *inner))
 
 
 def _shape(head: str, shape: Any) -> str:
@@ -135,7 +143,7 @@ def _stage(stage: Stage, plan: Plan) -> str:
     elif host is not None:
         entries.append(("with", host.name))
         if model.arch != plan.model(host.model).arch:
-            entries.append(("pp_split", _tuple(stage.pp_split)))
+            entries.append(("pp_split", _tuple(stage.chunks or stage.pp_split)))
     else:
         entries += _layout(stage, plan)
     known = schema.STAGE_KEYS[stage.kind]
@@ -154,9 +162,10 @@ def _stage(stage: Stage, plan: Plan) -> str:
             entries.append((key, value))
     inner: list[str] = []
     if stage.service is None:
-        if host is None or host.model != stage.model:
+        shared = runs_on_another(plan, stage)
+        if (host is None or host.model != stage.model) and not shared:
             entries.append(("idle", stage.idle))
-        if stage.swap is not None:
+        if stage.swap is not None and not shared:
             entries.append(("swap", stage.swap))
         inner.append(_state(stage, model))
     if stage.replicas is not None:
@@ -177,7 +186,12 @@ def _layout(stage: Stage, plan: Plan) -> list[tuple[str, str]]:
     if plan.model(stage.model).arch.moe is not None:
         entries += [(key, str(getattr(stage, key))) for key in ("ep", "etp")]
     entries += [("vp", str(stage.vp)), ("dp", str(stage.dp)), ("sp", _bool(stage.sp))]
-    entries += [("pp_split", _tuple(stage.pp_split)), ("zero", str(stage.zero)), ("fsdp", fsdp), ("order", stage.order)]
+    entries += [
+        ("pp_split", _tuple(stage.chunks or stage.pp_split)),
+        ("zero", str(stage.zero)),
+        ("fsdp", fsdp),
+        ("order", stage.order),
+    ]
     assert stage.place is not None
     return [*entries, ("place", devices(stage.place))]
 

@@ -14,6 +14,7 @@ from nereus.lang.resolve_cluster import ClusterResolver
 from nereus.lang.resolve_model import ModelResolver
 from nereus.lang.resolve_stage import StageResolver
 from nereus.lang.resolve_workload import resolve_checkpoint, resolve_workload
+from nereus.lang.shared_base import share_bases
 from nereus.lang.sink import Sink, listing
 
 
@@ -37,7 +38,7 @@ def resolve(chain: Chain, path: str, sink: Sink, base_dir: str | None = None) ->
     if sink.has_errors or read is None:
         return None
     _note_usual_stages(merged, read.workload, sink)
-    return Plan(
+    plan = Plan(
         cluster=cluster.cluster,
         models=models.models,
         workload=read.workload,
@@ -45,6 +46,7 @@ def resolve(chain: Chain, path: str, sink: Sink, base_dir: str | None = None) ->
         checkpoint=checkpoint,
         path=path,
     )
+    return share_bases(plan, sink)
 
 
 def _check_generation_apart(stages: Sequence[Stage], cluster: ClusterResolver, sink: Sink) -> None:

@@ -16,6 +16,7 @@ from nereus.ir.plan import Model
 from nereus.lang import schema
 from nereus.lang.load import ReadError, read_source
 from nereus.lang.merge import Entry, Merged, Section, entries_of
+from nereus.lang.resolve_lora import read_lora
 from nereus.lang.sink import Sink, show, suggestion
 from nereus.lang.syntax import Block, Body, Call, Setting, Text, Value, Word
 from nereus.lang.values import Reader, describe
@@ -93,6 +94,7 @@ class ModelResolver:
         precision = self._enum(section, "precision", schema.WEIGHT_DTYPES, "bf16" if base is None else base.precision)
         entry = section.entries.get("frozen")
         frozen = (base is not None and base.frozen) if entry is None else self._reader.boolean(entry)
+        lora = read_lora(section, arch, None if base is None else base.lora, self._sink)
         if arch is None or head is None:
             return None
         return Model(
@@ -103,6 +105,7 @@ class ModelResolver:
             frozen=bool(frozen),
             base=None if base is None else base.name,
             precision=precision or "bf16",
+            lora=lora,
             span=section.head,
         )
 

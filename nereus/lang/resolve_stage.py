@@ -10,6 +10,7 @@ from nereus.ir.diagnostic import Fix, Label, Span
 from nereus.ir.plan import ORDER_MEGATRON, ORDER_REPLICA, Model, Replicas, Slot, Stage, Workload
 from nereus.ir.units import DTYPE_BYTES
 from nereus.lang import schema
+from nereus.lang.check_fp8 import check_fp8
 from nereus.lang.degrees import DegreeChecker
 from nereus.lang.merge import Entry, Merged, Section, entries_of
 from nereus.lang.resolve_cluster import ClusterResolver
@@ -18,7 +19,7 @@ from nereus.lang.sink import Sink, did_you_mean, listing, show, suggestion
 from nereus.lang.syntax import At, Block, Number, Word
 from nereus.lang.syntax import Sequence as Bracketed
 from nereus.lang.values import Reader
-from nereus.models.slots import default_slots, optimizer_names
+from nereus.models.slots import REFUSED_OPTIMIZERS, default_slots, optimizer_names
 
 #: Keys that a stage ``with`` another may not write: they come from the host.
 _FROM_HOST = (*schema.LAYOUT_KEYS, "backend", "replicas")
@@ -118,6 +119,8 @@ class StageResolver:
             self._sink.error("NRS3022", headline, section.head, "generates")
         if sound:
             self._sound.add(section.name)
+            if model is not None:
+                check_fp8(checker, model, kind, fields)
             if kind == "train":
                 self._batch(section, fields, checker)
         if section.name != f"{model_name}.{kind}":
@@ -218,7 +221,8 @@ class StageResolver:
         enum("recompute", schema.RECOMPUTE)
         enum("idle", schema.IDLE)
         enum("inflight", schema.INFLIGHT)
-        enum("optimizer", optimizer_names())
+        if not self._refused_optimizer(section):
+            enum("optimizer", optimizer_names())
         enum("swap", schema.SWAP)
         if kind == "train":
             fields.setdefault("optimizer", "adam")
@@ -245,6 +249,19 @@ class StageResolver:
             note = "a model brought in from host memory needs the processes of another model to come into"
             self._sink.error("NRS3019", headline, swap.span, "nothing to swap with", notes=(note,))
         self._slots(section, fields, kind, model)
+
+    def _refused_optimizer(self, section: Section) -> bool:
+        """Whether the plan names an optimizer whose state cannot be described; it is told why."""
+        entry = section.entries.get("optimizer")
+        if entry is None or not isinstance(entry.value, Word):
+            return False
+        reason = REFUSED_OPTIMIZERS.get(entry.value.text.lower())
+        if reason is None:
+            return False
+        headline = f"the state of {entry.value.text} cannot be described: {reason}"
+        help_text = f"known are {', '.join(optimizer_names())}"
+        self._sink.error("NRS3028", headline, entry.value.span, "no slots of the parameters' shape", help=help_text)
+        return True
 
     def _slots(self, section: Section, fields: dict[str, Any], kind: str, model: Model | None) -> None:
         if model is None:

@@ -12,7 +12,10 @@ BLOCKS = ("cluster", "model", "workload", "stage", "checkpoint")
 CLUSTER_KEYS = ("remove", "lost", "node", "pool")
 NODE_KEYS = ("gpus", "host_mem", "nic")
 POOL_KEYS = ("min", "max", "standby", "notice")
-MODEL_KEYS = ("frozen", "head", "precision", "arch")
+MODEL_KEYS = ("frozen", "head", "precision", "lora", "arch")
+LORA_KEYS = ("rank", "alpha", "targets")
+#: Blocks that a model declared from another can do without: ``lora = none``.
+DROPPABLE_BLOCKS = ("lora",)
 MODE_KEYS = ("staleness", "sync_every", "partial")
 WORKLOAD_KEYS = (
     "algorithm",

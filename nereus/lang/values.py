@@ -73,6 +73,21 @@ class Reader:
             return None
         return float(number)
 
+    def positive(self, entry: Entry) -> float | None:
+        """A number above 0."""
+        self.no_body(entry)
+        value = entry.value
+        if not isinstance(value, Number):
+            self.wrong_type(entry, "a number")
+            return None
+        number = self._number(entry, value)
+        if number is None or not self._unit(entry, value, {}, required=False):
+            return None
+        if number <= 0:
+            self.sink.error("NRS2010", f"{entry.name} must be positive, not {value.text}", value.span, "above 0")
+            return None
+        return float(number)
+
     def size(self, entry: Entry) -> int | None:
         """Bytes."""
         found = self._quantity(entry, {k: float(v) for k, v in SIZE_UNITS.items()}, "a size such as 40 GiB")

@@ -24,6 +24,7 @@ def stages(draw: st.DrawFn, name: str) -> str:
         "backend = fsdp",
         "vp = 2",
         "state { weight = fp32  extra = int8 @host }",
+        "optimizer = muon",
     ]
     keys += draw(st.lists(st.sampled_from(options), max_size=3, unique_by=lambda o: o.split()[0]))
     return f"stage {name} {{ {'  '.join(keys)} }}\n"
@@ -35,14 +36,24 @@ def plans(draw: st.DrawFn) -> str:
         'cluster { node n[0-1] { gpus = 8 x "h100-sxm-80gb" }  node m0 { gpus = 4 x "l40s-48gb"  nic = 3 Gbit/s } }\n'
     )
     actor = draw(st.sampled_from(["llama-3.1-8b", "qwen2.5-7b", "qwen3-30b-a3b", "llama-3.2-1b"]))
-    text += f'model actor = "{actor}"\nmodel ref = actor {{ frozen = true }}\n'
+    lora = draw(
+        st.sampled_from(["", "lora { rank = 8 }", "lora { rank = 16  alpha = 0.5  targets = (o_proj, q_proj) }"])
+    )
+    text += f'model actor = "{actor}" {{ {lora} }}\n'
+    text += (
+        f"model ref = actor {{ frozen = true  {draw(st.sampled_from(['', 'lora = none', 'lora { rank = 2 }']))} }}\n"
+    )
     text += 'model critic = "llama-3.2-1b" { head = value }\n'
     text += f"workload {{ algorithm = ppo  prompts = {draw(st.sampled_from([64, 96, 840]))}  samples = 2 }}\n"
     text += draw(stages("actor.train"))
     if draw(st.booleans()):
         text += draw(stages("critic.train"))
-    for guest in ("actor.logprob { with = actor.train }", "ref.infer { with = actor.train  swap = host }"):
-        if draw(st.booleans()):
+    for guest in (
+        "actor.logprob { with = actor.train }",
+        "ref.infer { with = actor.train }",
+        "ref.infer { with = actor.train  swap = host }",
+    ):
+        if draw(st.booleans()) and guest.split()[0] not in text:
             text += f"stage {guest}\n"
     if draw(st.booleans()):
         text += "stage critic.infer { with = actor.train }\n"

@@ -224,4 +224,43 @@ ENTRIES = (
         ),
         fix="Correct one of them.",
     ),
+    CodeEntry(
+        code="NRS3026",
+        title="stage that runs on another model's frozen weights",
+        cause=(
+            "A model declared from another without its adapter (lora = none) has the very weights that the other keeps "
+            "frozen. In the same processes there is one copy of them."
+        ),
+        example=one(
+            "stage actor.train { on = n0 }",
+            "stage ref.infer { with = actor.train }",
+            models=(
+                'model actor = "llama-3.1-8b" { lora { rank = 16 } }\nmodel ref = actor { frozen = true  lora = none }'
+            ),
+        ),
+        fix="Nothing to do. A reference in processes of its own (on = ...) holds its own copy.",
+    ),
+    CodeEntry(
+        code="NRS3027",
+        title="degree that cuts fp8 blocks",
+        cause=(
+            "In fp8 weights 128 x 128 elements share a scale, so a rank's rows and columns end on block borders, and "
+            "so does each of the matrices that an engine fuses (q, k, v; gate, up)."
+        ),
+        example=one(
+            "stage actor.generate { engine = vllm  on = n0.gpu[0-3]  tp = 4  state { weight = fp8 } }",
+            models='model actor = "qwen3-30b-a3b"',
+        ),
+        fix="Use one of the legal degrees listed, spread experts with ep, or keep bf16 weights.",
+    ),
+    CodeEntry(
+        code="NRS3028",
+        title="optimizer whose state has no parts",
+        cause=(
+            "Optimizer state moves with the part of the parameter that it belongs to. Factored, projected or "
+            "block-quantised state belongs to no part, so it cannot be cut or moved rightly."
+        ),
+        example=one("stage actor.train { on = n0  optimizer = adafactor }"),
+        fix="Use one of the optimizers listed, or an optimizer with moments shaped like the parameters.",
+    ),
 )
