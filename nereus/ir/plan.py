@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from nereus.ir.arch import Arch, Lora
 from nereus.ir.cluster import Cluster, Device
 from nereus.ir.diagnostic import Span
+from nereus.ir.emu import num_units
 from nereus.ir.units import DTYPE_BYTES
 
 #: Rank orders, fastest axis first. ``ep`` never changes where dense tensors lie (it is carved out of cp x dp).
@@ -142,9 +143,33 @@ class Stage:
         return self.dp if self.zero else 1
 
     @property
+    def expert_dp(self) -> int:
+        """Ranks that hold the same experts: devices / (pp x ep x etp). Means nothing for a model without experts."""
+        return max(1, self.tp * self.cp * self.dp // (self.ep * self.etp))
+
+    @property
     def num_emus(self) -> int:
-        """Complete replicas: dp / unit_dp, with unit_dp = ``num_shards``."""
-        return self.dp // self.num_shards
+        """Complete replicas: sets of ranks closed under tp, pp, cp, ep and the shard groups of every slot."""
+        return num_units(
+            tp=self.tp,
+            cp=self.cp,
+            dp=self.dp,
+            ep=self.ep,
+            etp=self.etp,
+            num_shards=self.num_shards,
+            num_expert_shards=min(self.num_shards, self.expert_dp),
+            order=self.order,
+        )
+
+    @property
+    def unit_dp(self) -> int:
+        """Data-parallel ranks of one complete replica."""
+        return self.dp // self.num_emus
+
+    @property
+    def framework(self) -> str | None:
+        """Whose rules cut the matrices: the engine's where it has processes of its own, else the training backend's."""
+        return self.backend if self.backend == "megatron" or self.engine is None else self.engine
 
     def key_span(self, key: str) -> Span | None:
         return dict(self.key_spans).get(key, self.span)

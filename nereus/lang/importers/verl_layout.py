@@ -101,7 +101,7 @@ def _megatron(block: Block, config: Config, worker: Worker, arch: Arch | None) -
         etp = config.integer(f"{worker.engine}.expert_tensor_parallel_size", least=1)
         if etp is None and tp > 1:
             block.add("etp", tp, "Megatron's default: expert tp = tp")
-        elif etp is not None and etp > 1:
+        elif etp is not None and etp != tp:
             block.add("etp", etp)
     if (vp := degree("virtual_pipeline_model_parallel_size")) > 1:
         block.add("vp", vp)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from nereus.ir.arch import Arch
 from nereus.ir.plan import Stage, Workload
+from nereus.models.batch import packed_microbatches
 
 _BF16 = 2
 _GATED_MLP_TENSORS = 3
@@ -36,7 +37,7 @@ def batch_of(stage: Stage, workload: Workload) -> Batch:
     samples = max(1, workload.mini_batch // stage.dp)
     if stage.max_tokens is not None:
         tokens = max(stage.max_tokens, seq_len)
-        return Batch(tokens=tokens, num_microbatches=max(1, -(-samples * seq_len // tokens)))
+        return Batch(tokens=tokens, num_microbatches=packed_microbatches(samples, seq_len, tokens))
     return Batch(tokens=seq_len * stage.micro_batch, num_microbatches=max(1, samples // stage.micro_batch))
 
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 from nereus.ir.plan import Plan, Stage
 from nereus.ir.units import GIB
+from nereus.models.batch import accumulation
+from nereus.models.legality import tp_refusals
 from nereus.models.memory.cache import cache_tokens
 from nereus.models.memory.report import MemoryReport, MemoryRow
 from nereus.models.memory.state import owner_of
 from nereus.models.memory.steady import steady_state
-from nereus.models.tensors import tp_refusals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +130,7 @@ def _smaller_micro_batch(plan: Plan, stage: Stage, row: MemoryRow) -> Iterator[_
     if stage.max_tokens is not None:
         return
     for size in range(stage.micro_batch - 1, 0, -1):
-        if stage.is_train and plan.workload.mini_batch % (stage.dp * size):
+        if stage.is_train and accumulation(plan.workload.mini_batch, stage.dp, size) is None:
             continue
         text, change = _set(stage.name, "micro_batch", size)
         if steady_state(change(plan)).worst(stage.name).fits:
@@ -145,15 +146,15 @@ def _other_degrees(plan: Plan, owner: Stage) -> Iterator[_Change]:
     names = {s.name for s in plan.stages if s.service is None and owner_of(plan, s).name == owner.name}
     num_layers = plan.model(owner.model).arch.num_layers
     for tp in range(owner.tp + 1, inside + 1):
-        if inside % tp or any(tp_refusals(plan.model(plan.stage(name).model).arch, tp) for name in names):
+        if inside % tp or any(_cannot_cut(plan, plan.stage(name), tp) for name in names):
             continue
         pipelines = {owner.pp, owner.pp * owner.tp // tp} if owner.pp * owner.tp % tp == 0 else {owner.pp}
         for pp in sorted(pipelines, reverse=True):
             if pp < 1 or num_layers % pp or len(owner.devices) % (tp * pp * owner.cp):
                 continue
             dp = len(owner.devices) // (tp * pp * owner.cp)
-            per_microbatch = dp * max(plan.stage(name).micro_batch for name in names)
-            if owner.is_train and plan.workload.mini_batch % per_microbatch:
+            micro_batch = max(plan.stage(name).micro_batch for name in names)
+            if owner.is_train and accumulation(plan.workload.mini_batch, dp, micro_batch) is None:
                 continue
             text = f"tp = {tp}" if pp == owner.pp else f"tp = {tp}  pp = {pp}"
             fsdp = owner.fsdp
@@ -163,6 +164,11 @@ def _other_degrees(plan: Plan, owner: Stage) -> Iterator[_Change]:
             if fsdp == 1 and dp > 1:
                 continue  # replicas that would not synchronise
             yield text, _degrees_setter(names, tp=tp, pp=pp, dp=dp, fsdp=fsdp, num_layers=num_layers)
+
+
+def _cannot_cut(plan: Plan, stage: Stage, tp: int) -> bool:
+    model = plan.model(stage.model)
+    return bool(tp_refusals(model.arch, tp, head=model.head, backend=stage.framework))
 
 
 def _larger_shard_groups(plan: Plan, owner: Stage) -> Iterator[_Change]:
@@ -204,11 +210,13 @@ def _setter(stage: str, **changed: int | str | None) -> Callable[[Plan], Plan]:
 def _degrees_setter(
     names: set[str], *, tp: int, pp: int, dp: int, fsdp: int, num_layers: int
 ) -> Callable[[Plan], Plan]:
+    split = (num_layers // pp,) * pp
+
     def change(plan: Plan) -> Plan:
         return replace(
             plan,
             stages=tuple(
-                replace(s, tp=tp, pp=pp, dp=dp, fsdp=fsdp, sp=True, vp=1, pp_split=(num_layers // pp,) * pp)
+                replace(s, tp=tp, pp=pp, dp=dp, fsdp=fsdp, sp=True, vp=1, pp_split=split, chunks=())
                 if s.name in names
                 else s
                 for s in plan.stages
