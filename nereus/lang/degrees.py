@@ -9,7 +9,9 @@ from nereus.ir.cluster import Device
 from nereus.ir.diagnostic import Fix, Span
 from nereus.ir.plan import Model, Workload
 from nereus.lang.sink import Sink, listing
-from nereus.models.tensors import legal_tp, tp_refusals
+from nereus.lang.split import Split, SplitError, even_split, spread
+from nereus.models.batch import accumulation, legal_dp, legal_micro_batches
+from nereus.models.legality import etp_refusals, legal_ep, legal_etp, legal_tp, tp_refusals
 
 
 class DegreeChecker:
@@ -27,16 +29,21 @@ class DegreeChecker:
     def error(self, code: str, headline: str, keys: Sequence[str], label: str = "", **more: object) -> None:
         self._sink.error(code, f"{self._stage}: {headline}", self.at(*keys), label, **more)
 
-    def tp(self, model: Model, tp: int, num_devices: int | None) -> bool:
-        reasons = tp_refusals(model.arch, tp, head=model.head)
+    def tp(self, model: Model, tp: int, num_devices: int | None, framework: str | None) -> bool:
+        """``framework``: whose rules cut the model (``Stage.framework``)."""
+
+        def refusals(degree: int) -> tuple[str, ...]:
+            return tp_refusals(model.arch, degree, head=model.head, backend=framework)
+
+        reasons = refusals(tp)
         if not reasons:
             return True
-        legal = legal_tp(model.arch, head=model.head)
+        legal = legal_tp(model.arch, head=model.head, backend=framework)
         others: list[str] = []
         for d in range(2, 65):
             asked_for = model.arch.num_heads % d == 0 or (num_devices is not None and num_devices % d == 0)
             if d != tp and d not in legal and asked_for and len(others) < 8:
-                others.append(f"tp = {d}: {'; '.join(tp_refusals(model.arch, d, head=model.head))}")
+                others.append(f"tp = {d}: {'; '.join(refusals(d))}")
         notes = (*reasons, f"legal tp: {', '.join(map(str, legal))}", *others)
         best = max((d for d in legal if d <= tp), default=1)
         fix = Fix(span=self._spans["tp"], text=f"tp = {best}") if "tp" in self._spans else None
@@ -68,47 +75,50 @@ class DegreeChecker:
         self.error("NRS3004", headline, ("dp",), f"should be {dp}", notes=(note,), help="leave dp out", fix=fix)
         return False
 
-    def split(self, arch: Arch, pp: int, vp: int, written: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """Layers of each pipeline stage, or None after an error."""
+    def split(self, arch: Arch, pp: int, vp: int, written: Sequence[int | None] | None) -> Split | None:
+        """Which layers lie where, or None after an error. ``written``: ``pp_split``, None in it = ``rest``."""
         layers = arch.num_layers
         if pp > layers:
             headline = f"pp = {pp} is more than the {layers} layers of its model"
             self.error("NRS3008", headline, ("pp", "with"), f"at most {layers}")
             return None
-        found = written
-        if found is None:
+        if vp > 1 and pp == 1:
+            self.error("NRS3017", f"vp = {vp} needs a pipeline, and pp is 1", ("vp",), "remove it")
+            return None
+        # What would come out, by stages where there is no room for chunks.
+        parts = pp * vp if pp * vp <= layers else pp
+        example = ", ".join(map(str, even_split(layers, parts)))
+        if written is None:
             if layers % pp:
-                text = ", ".join(map(str, even_split(layers, pp)))
                 legal = [d for d in range(1, min(layers, 128) + 1) if layers % d == 0]
                 headline = f"pp = {pp} would lose layers: {layers} layers do not divide by {pp}"
                 notes = (f"pp that divide: {', '.join(map(str, legal))}",)
                 fix = None
                 if "pp" in self._spans:
-                    fix = Fix(span=self._spans["pp"], text=f"pp = {pp}  pp_split = ({text})")
-                help_text = f"say how they are split: pp_split = ({text})"
+                    fix = Fix(span=self._spans["pp"], text=f"pp = {pp}  pp_split = ({example})")
+                help_text = f"say how they are split: pp_split = ({example})"
                 keys = ("pp", "with")
                 self.error("NRS3008", headline, keys, f"{layers} / {pp}", notes=notes, help=help_text, fix=fix)
                 return None
-            found = (layers // pp,) * pp
-        elif len(found) != pp or sum(found) != layers:
-            text = ", ".join(map(str, even_split(layers, pp)))
-            wrong = f"{len(found)} parts for pp = {pp}" if len(found) != pp else f"{sum(found)} layers of {layers}"
-            headline = f"pp_split has {wrong}"
-            help_text = f"for instance pp_split = ({text}), or pp_split = default"
-            self.error("NRS3009", headline, ("pp_split",), wrong, help=help_text)
+            found: tuple[int, ...] = (layers // pp,) * pp
+        else:
+            try:
+                found = spread(written, layers, pp, vp)
+            except SplitError as error:
+                help_text = f"for instance pp_split = ({example}), or pp_split = default"
+                self.error("NRS3009", f"pp_split has {error}", ("pp_split",), str(error), help=help_text)
+                return None
+        if len(found) == pp * vp:
+            return Split.of_chunks(found, pp, vp)
+        uneven = next((n for n in found if n % vp), None)
+        if uneven is not None:
+            legal = [d for d in range(1, 65) if all(n % d == 0 for n in found)]
+            headline = f"vp = {vp} does not divide a pipeline stage of {uneven} layers"
+            notes = (f"legal vp: {', '.join(map(str, legal))}",)
+            chunks = f"say the layers of every chunk: pp_split = ({example})" if parts > pp else None
+            self.error("NRS3017", headline, ("vp", "pp_split"), "does not come out", notes=notes, help=chunks)
             return None
-        if vp > 1:
-            if pp == 1:
-                self.error("NRS3017", f"vp = {vp} needs a pipeline, and pp is 1", ("vp",), "remove it")
-                return None
-            uneven = next((n for n in found if n % vp), None)
-            if uneven is not None:
-                legal = [d for d in range(1, 65) if all(n % d == 0 for n in found)]
-                headline = f"vp = {vp} does not divide a pipeline stage of {uneven} layers"
-                help_text = f"legal vp: {', '.join(map(str, legal))}"
-                self.error("NRS3017", headline, ("vp", "pp_split"), "does not come out", help=help_text)
-                return None
-        return found
+        return Split.of_chunks(tuple(n // vp for _ in range(vp) for n in found), pp, vp)
 
     def experts(self, arch: Arch, *, ep: int, etp: int, pp: int, num_devices: int | None) -> bool:
         """``num_devices``: None where they or a degree are not known; then only what the model says is checked."""
@@ -119,43 +129,54 @@ class DegreeChecker:
                     self.error("NRS3012", f"{key} = {value}, but its model has no experts", (key,), "remove it")
             return ep == 1 and etp == 1
         good = True
-        if moe.num_experts % ep:
-            legal = [d for d in range(1, min(moe.num_experts, 256) + 1) if moe.num_experts % d == 0]
+        if ep not in legal_ep(arch, limit=max(ep, 256)):
             headline = f"ep = {ep} does not divide {moe.num_experts} experts"
-            self.error("NRS3013", headline, ("ep",), f"legal: {', '.join(map(str, legal))}")
+            self.error("NRS3013", headline, ("ep",), f"legal: {', '.join(map(str, legal_ep(arch)))}")
             good = False
-        if moe.expert_ffn % etp:
+        if etp_refusals(arch, etp):
             headline = f"etp = {etp} does not divide the expert width {moe.expert_ffn}"
-            self.error("NRS3013", headline, ("etp", "tp"), "does not come out")
+            legal = legal_etp(arch)
+            self.error("NRS3013", headline, ("etp", "tp"), f"legal: {', '.join(map(str, legal))}")
             good = False
         group = 0 if num_devices is None else num_devices // pp
         if good and num_devices is not None and num_devices % pp == 0 and group % (ep * etp):
-            legal = [d for d in range(1, 257) if moe.num_experts % d == 0 and group % (d * etp) == 0]
+            legal = tuple(d for d in legal_ep(arch) if group % (d * etp) == 0)
             headline = f"ep {ep} x etp {etp} does not divide the {group} GPUs of a pipeline stage (tp x cp x dp)"
             help_text = f"legal ep with etp {etp}: {', '.join(map(str, legal)) or 'none'}"
             self.error("NRS3013", headline, ("ep", "etp", "tp"), "does not come out", help=help_text)
             good = False
         return good
 
+    def expert_shards(self, *, shards: int, expert_dp: int) -> bool:
+        """FSDP groups of experts lie inside expert dp, and each must be complete."""
+        size = min(shards, expert_dp)
+        if not size or expert_dp % size == 0:
+            return True
+        legal = [d for d in range(2, expert_dp + 1) if expert_dp % d == 0]
+        headline = f"fsdp = {shards} does not divide expert dp {expert_dp}"
+        label = f"legal: {', '.join(map(str, legal[:12]))}"
+        self.error("NRS3011", headline, ("fsdp", "ep"), label, notes=("expert dp = GPUs / (pp x ep x etp)",))
+        return False
+
     def batch(self, workload: Workload, *, dp: int, micro_batch: int, by_tokens: bool) -> bool:
         """mini_batch = dp x micro_batch x accumulation."""
-        mini_batch = workload.mini_batch
-        unit = dp if by_tokens else dp * micro_batch
-        if mini_batch % unit == 0:
+        mini_batch, per = workload.mini_batch, 1 if by_tokens else micro_batch
+        if accumulation(mini_batch, dp, per) is not None:
             return True
-        notes = []
-        if not by_tokens and mini_batch % dp == 0:
-            legal = [d for d in range(1, 65) if (mini_batch // dp) % d == 0]
+        notes, fix, help_text = [], None, None
+        if not by_tokens and (legal := legal_micro_batches(mini_batch, dp)):
             notes.append(f"legal micro_batch at dp {dp}: {', '.join(map(str, legal))}")
-        per = 1 if by_tokens else micro_batch
-        span = range(1, min(4 * dp, 4096) + 1)
-        near = sorted((d for d in span if mini_batch % (d * per) == 0), key=lambda d: (abs(d - dp), d))
-        if near:
+            best = max(d for d in legal if d <= micro_batch)
+            help_text = f"micro_batch = {best}, {mini_batch // (dp * best)} times, is the same update in no more memory"
+            if "micro_batch" in self._spans:
+                fix = Fix(span=self._spans["micro_batch"], text=f"micro_batch = {best}")
+        if near := legal_dp(mini_batch, dp, per):
             suffix = "" if by_tokens else f" at micro_batch {micro_batch}"
-            notes.append(f"nearest legal dp{suffix}: {listing(sorted(near[:6]), 'or')}")
-        what = f"dp {dp}" if by_tokens else f"dp {dp} x micro_batch {micro_batch} = {unit}"
+            notes.append(f"nearest legal dp{suffix}: {listing(sorted(near), 'or')}")
+        what = f"dp {dp}" if by_tokens else f"dp {dp} x micro_batch {micro_batch} = {dp * micro_batch}"
         headline = f"mini_batch {mini_batch} does not come out: it is no multiple of {what}"
-        self.error("NRS3007", headline, ("micro_batch", "on", "with"), "does not divide mini_batch", notes=tuple(notes))
+        more: dict[str, object] = {"notes": tuple(notes), "help": help_text, "fix": fix}
+        self.error("NRS3007", headline, ("micro_batch", "on", "with"), "does not divide mini_batch", **more)
         return False
 
     def tp_inside_nodes(self, ranks: Sequence[Device], tp: int, stride: int) -> None:
@@ -177,10 +198,3 @@ class DegreeChecker:
         notes = (f"the first such group lies on {shown}",)
         help_text = "tensor parallelism exchanges activations in every layer: keep it within the GPUs of a node"
         self._sink.warning("NRS3006", headline, self.at("tp", "order", "on"), "slow links", notes=notes, help=help_text)
-
-
-def even_split(layers: int, pp: int) -> tuple[int, ...]:
-    """As even as can be; spare layers go to the middle, away from the embedding and the logits."""
-    base, spare = divmod(layers, pp)
-    middle = sorted(range(pp), key=lambda i: (abs(2 * i - pp + 1), i))
-    return tuple(base + (i in middle[:spare]) for i in range(pp))

@@ -16,6 +16,7 @@ from nereus.lang.merge import Entry, Merged, Section, entries_of
 from nereus.lang.resolve_cluster import ClusterResolver
 from nereus.lang.resolve_model import ModelResolver
 from nereus.lang.sink import Sink, did_you_mean, listing, show, suggestion
+from nereus.lang.split import Split
 from nereus.lang.syntax import At, Block, Number, Word
 from nereus.lang.syntax import Sequence as Bracketed
 from nereus.lang.values import Reader
@@ -23,6 +24,8 @@ from nereus.models.slots import REFUSED_OPTIMIZERS, default_slots, optimizer_nam
 
 #: Keys that a stage ``with`` another may not write: they come from the host.
 _FROM_HOST = (*schema.LAYOUT_KEYS, "backend", "replicas")
+#: Fields that it gets from there.
+_TAKEN_OVER = ("devices", *schema.DEGREES, "sp", "pp_split", "chunks", "zero", "fsdp", "order", "place", "backend")
 
 
 class StageResolver:
@@ -324,7 +327,8 @@ class StageResolver:
         wrong = unread & {"tp", "pp", "cp"}
         layers = None
         if model is not None:
-            if "tp" not in unread and not checker.tp(model, tp, num_devices):
+            framework = _framework(fields)
+            if "tp" not in unread and not checker.tp(model, tp, num_devices, framework):
                 wrong.add("tp")
             if not unread & {"pp", "vp"} and not _unread(section, {"pp_split": split}, "pp_split"):
                 layers = checker.split(model.arch, pp, vp, split)
@@ -337,12 +341,16 @@ class StageResolver:
         if degrees["dp"] is not None and dp is not None and num_devices is not None:
             checker.written_dp(degrees["dp"], dp, num_devices, tp, pp, cp)
         moe = model is not None and model.arch.moe is not None
-        # Experts are cut like the rest until they are spread: then each is whole.
-        etp = degrees["etp"] or (tp if moe and ep == 1 and not unread & {"ep", "etp"} and "tp" not in wrong else 1)
+        # Experts are cut like the rest until they are spread: then each is whole, but Megatron still cuts them.
+        like_tp = ep == 1 or fields.get("backend") == "megatron"
+        etp = degrees["etp"] or (tp if moe and like_tp and not unread & {"ep", "etp"} and "tp" not in wrong else 1)
+        good = False
         if model is not None:
             spread = num_devices if dp is not None and not unread & {"ep", "etp"} else None
-            checker.experts(model.arch, ep=ep, etp=etp, pp=pp, num_devices=spread)
+            good = checker.experts(model.arch, ep=ep, etp=etp, pp=pp, num_devices=spread)
         fsdp = self._fsdp(section, fields, kind, dp, zero, checker)
+        if moe and good and dp is not None and fsdp and not unread & {"ep", "etp"}:
+            checker.expert_shards(shards=fsdp, expert_dp=tp * cp * dp // (ep * etp))
         place = self._place(entries, devices)
         ranks = devices if "place" not in entries else place
         if ranks is not None and dp is not None and order is not None and not section.broken:
@@ -352,8 +360,9 @@ class StageResolver:
                     break
                 stride *= {"pp": pp, "cp": cp, "dp": dp}.get(axis, 1)
             checker.tp_inside_nodes(ranks, tp, stride)
-        fields.update(devices=devices, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, vp=vp, dp=dp, sp=sp, pp_split=layers)
+        fields.update(devices=devices, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, vp=vp, dp=dp, sp=sp)
         fields.update(zero=zero, fsdp=fsdp, order=order, place=place)
+        _split_into(fields, layers)
         self._replicas(section, fields)
         return dp is not None
 
@@ -406,16 +415,18 @@ class StageResolver:
             return None
         return text
 
-    def _pp_split(self, entry: Entry) -> tuple[int, ...] | None:
+    def _pp_split(self, entry: Entry) -> tuple[int | None, ...] | None:
+        """None in it stands for ``rest``."""
         self._reader.no_body(entry)
         values = entry.value.items if isinstance(entry.value, Bracketed) else (entry.value,)
-        if not values or not all(isinstance(v, Number) for v in values):
-            self._reader.wrong_type(entry, "layers of each pipeline stage such as (17, 15)")
+        rest = [isinstance(v, Word) and v.text == "rest" for v in values]
+        if not values or all(rest) or not all(r or isinstance(v, Number) for r, v in zip(rest, values, strict=True)):
+            self._reader.wrong_type(entry, "layers of each pipeline stage such as (17, 15) or (7, rest, 7)")
             return None
-        counts = [self._reader.integer_value(entry, v) for v in values]
-        if any(c is None for c in counts):
+        counts = [None if r else self._reader.integer_value(entry, v) for r, v in zip(rest, values, strict=True)]
+        if any(c is None and not r for r, c in zip(rest, counts, strict=True)):
             return None
-        return tuple(c for c in counts if c is not None)
+        return tuple(counts)
 
     def _fsdp(
         self, section: Section, fields: dict[str, Any], kind: str, dp: int | None, zero: int, checker: DegreeChecker
@@ -491,13 +502,14 @@ class StageResolver:
         small = entries_of(block.body, schema.REPLICA_KEYS, where, section.level, self._sink)
         least = self._reader.integer(small["min"]) if "min" in small else 1
         dormant = self._reader.integer(small["dormant"], least=0) if "dormant" in small else 0
-        if least is None or dormant is None or fields["dp"] is None or fields["fsdp"] is None:
+        if least is None or dormant is None or any(fields[key] is None for key in ("dp", "fsdp", "order")):
             return
-        shards = fields["fsdp"] or (fields["dp"] if fields["zero"] else 1)
-        complete = fields["dp"] // shards
+        degrees = {key: fields[key] for key in ("tp", "cp", "dp", "ep", "etp", "zero", "fsdp", "order")}
+        stage = Stage(model=fields["model"], kind=fields["kind"], devices=(), **degrees)
+        complete = stage.num_emus
         if least + dormant > complete:
             headline = f"{where}: min {least} and {dormant} dormant are more than its {complete} complete replica(s)"
-            note = f"dp {fields['dp']} in shard groups of {shards}"
+            note = f"dp {stage.dp} in replicas of {stage.unit_dp} data-parallel rank(s) each"
             self._sink.error("NRS3023", headline, block.keyword.span, f"at most {complete}", notes=(note,))
         fields["replicas"] = Replicas(min=least, dormant=dormant)
 
@@ -519,10 +531,7 @@ class StageResolver:
             return False
         sound = host.name in self._sound
         host_model = self._models.find(host.model)
-        for key in ("devices", "tp", "pp", "cp", "ep", "etp", "vp", "dp", "sp", "zero", "fsdp", "order", "place"):
-            fields[key] = getattr(host, key)
-        fields["backend"] = host.backend
-        fields["pp_split"] = host.pp_split
+        fields.update({key: getattr(host, key) for key in _TAKEN_OVER})
         if same_model:
             fields["idle"] = host.idle
         if model is None or host_model is None or (same_model or model.arch == host_model.arch):
@@ -538,8 +547,8 @@ class StageResolver:
         if sound:  # else the host has to change, and this stage with it
             num_devices = len(host.devices)
             if not _unread(section, {"pp_split": written}, "pp_split"):
-                fields["pp_split"] = checker.split(model.arch, host.pp, host.vp, written)
-            if checker.tp(model, host.tp, num_devices):
+                _split_into(fields, checker.split(model.arch, host.pp, host.vp, written))
+            if checker.tp(model, host.tp, num_devices, _framework(fields)):
                 checker.experts(model.arch, ep=fields["ep"], etp=fields["etp"], pp=host.pp, num_devices=num_devices)
         return sound
 
@@ -551,6 +560,17 @@ class StageResolver:
         headline = f"{show(section.name)} runs in the processes of {where}, which decides {key}"
         help_text = None if host is None else f"write it in {host.name}"
         self._sink.error("NRS2021", headline, span, "remove it", secondary=(label,), help=help_text)
+
+
+def _framework(fields: Mapping[str, Any]) -> str | None:
+    """As ``Stage.framework``, of a stage that is being read."""
+    backend, engine = fields.get("backend"), fields.get("engine")
+    return Stage(model="", kind="", devices=(), backend=backend, engine=engine).framework
+
+
+def _split_into(fields: dict[str, Any], split: Split | None) -> None:
+    fields["pp_split"] = None if split is None else split.pp_split
+    fields["chunks"] = None if split is None else split.chunks
 
 
 def _unread(section: Section, values: Mapping[str, object], key: str) -> bool:
