@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nereus.ir.fragment import Segment
-from nereus.runtime.adapters.boxes import AxisCut, held_intervals, local_segments
+from nereus.runtime.adapters.dtensor_box import AxisCut, held_intervals, local_segments
 
 
 def _chunk(values: torch.Tensor, size: int, rank: int) -> torch.Tensor:
