@@ -8,6 +8,7 @@ from nereus.ir.holdings import Holdings, StateSet
 from nereus.ir.layout import BoundLayout, layout_of
 from nereus.ir.plan import Plan
 from nereus.models.memory.state import Copy, copies
+from nereus.models.slots import slot_applies
 from nereus.models.tensors import logical_tensors
 
 
@@ -35,13 +36,19 @@ def hold(plan: Plan) -> Holdings:
 
 def _state_set(copy: Copy, name: str) -> StateSet:
     in_host = copy.idle == "offload" or copy.swap
+    model = copy.model
+    tensors = logical_tensors(model.arch, model.head, model.lora)
+    absent = []
+    for slot in copy.slots:
+        missing = tuple(i for i, t in enumerate(tensors) if not slot_applies(slot.name, t, copy.optimizer))
+        if missing:
+            absent.append((slot.name, missing))
     return StateSet(
         stage=name,
         owner=copy.owner.name,
-        model=copy.model.name,
-        tensors=logical_tensors(copy.model.arch, copy.model.head),
-        bound=BoundLayout(
-            layout=layout_of(copy.stage, experts=copy.model.arch.moe is not None), ranks=copy.owner.ranks
-        ),
+        model=model.name,
+        tensors=tensors,
+        bound=BoundLayout(layout=layout_of(copy.stage, experts=model.arch.moe is not None), ranks=copy.owner.ranks),
         slots=tuple(replace(slot, host=slot.host or in_host) for slot in copy.slots),
+        absent=tuple(absent),
     )

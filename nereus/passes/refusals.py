@@ -80,7 +80,8 @@ def check_models(old: Plan, new: Plan) -> list[Diagnostic]:
     found = []
     for model in new.models:
         before = next((m for m in old.models if m.name == model.name), None)
-        if before is None or (before.arch == model.arch and before.head == model.head):
+        same = before is not None and (before.arch, before.head, before.lora) == (model.arch, model.head, model.lora)
+        if before is None or same:
             continue
         found.append(
             Diagnostic(

@@ -78,6 +78,13 @@ def stages_with_state(plan: Plan) -> tuple[tuple[Stage, Stage], ...]:
         if stage.service is None:
             hosts[host.name] = host
             shared.setdefault((host.name, stage.model), []).append(stage)
+    for host_name, model in list(shared):
+        # The base of a model with an adapter, in the same processes: its frozen weights are the base's very weights.
+        base = plan.model(model).base
+        adapted = base is not None and plan.model(base).lora and not plan.model(model).lora
+        trains = any(user.kind == "train" for user in shared[host_name, model])
+        if adapted and not trains and (host_name, base) in shared:
+            del shared[host_name, model]
     training = {model for (_, model), users in shared.items() if any(u.kind == "train" for u in users)}
     found = []
     for (host_name, model), users in shared.items():
@@ -113,24 +120,64 @@ def expected(plan: Plan, devices: Collection[Device], values: Values) -> Iterato
         if not ours:
             continue
         model = plan.model(stage.model)
-        tensors = logical_tensors(model.arch, model.head)
-        if any(t.expert is not None for t in tensors):
-            raise ValueError(f"{stage.name}: models with experts cannot be executed yet")
+        tensors = logical_tensors(model.arch, model.head, model.lora)
+        num_experts = model.arch.moe.num_experts if model.arch.moe is not None else 0
+        experts = _expert_coordinates(layout, coords) if num_experts else [dict[str, int]() for _ in coords]
+        expert_of = dict(zip(layout.ranks, experts, strict=True))
         for slot in stage.slots:
             host = slot.host or stage.idle == "offload" or stage.swap == "host"
-            whole = {t.name: values.bits(model.name, t.name, slot.name, slot.dtype, t.numel) for t in tensors}
-            corners = dict.fromkeys((c["tp"], c["pp"]) for c in ours.values())
-            for tp, pp in corners:
+            having = [t for t in tensors if _has(stage, slot.name, t)]
+            whole = {t.name: values.bits(model.name, t.name, slot.name, slot.dtype, t.numel) for t in having}
+            whole = {t.name: whole[t.name].view(t.shape) for t in having}
+            for dense in dict.fromkeys((c["tp"], c["pp"]) for c in ours.values()):
                 local = {
-                    t.name: _tp_part(t, whole[t.name].view(t.shape), layout.tp, tp)
-                    for t in tensors
-                    if pp in _pipeline_homes(t, layout)
+                    t.name: _tp_part(t, whole, layout, model.arch.num_kv_heads, layout.tp, dense[0])
+                    for t in having
+                    if dense[1] in _pipeline_homes(t, layout) and (t.expert is None or not _apart(layout))
                 }
-                here = {d: c["dp"] for d, c in ours.items() if (c["tp"], c["pp"]) == (tp, pp)}
-                for device, name, bits in _dp_parts(layout, slot.name, local, here):
+                here = {d: c["dp"] for d, c in ours.items() if (c["tp"], c["pp"]) == dense}
+                shards = layout.fsdp or (layout.dp if layout.zero else 1)
+                for device, name, bits in _dp_parts(layout, slot.name, local, here, shards):
                     if len(bits):
                         key = StorageKey(stage.name, name, slot.name)
                         yield Expected(device, key, stage.model, slot.dtype, host, bits)
+            if not num_experts or not _apart(layout):
+                continue
+            spots = {d: (c["pp"], expert_of[d]["ep"], expert_of[d]["etp"]) for d, c in ours.items()}
+            for pp, ep, etp in dict.fromkeys(spots.values()):
+                owned = torch.chunk(torch.arange(num_experts), layout.ep)[ep].tolist()
+                local = {
+                    t.name: _tp_part(t, whole, layout, model.arch.num_kv_heads, _expert_tp(layout), etp)
+                    for t in having
+                    if t.expert in owned and pp in _pipeline_homes(t, layout)
+                }
+                here = {d: expert_of[d]["edp"] for d, spot in spots.items() if spot == (pp, ep, etp)}
+                ranks_alike = len(layout.ranks) // (layout.pp * layout.ep * _expert_tp(layout))
+                shards = min(layout.fsdp, ranks_alike) if layout.fsdp else (ranks_alike if layout.zero else 1)
+                for device, name, bits in _dp_parts(layout, slot.name, local, here, shards):
+                    if len(bits):
+                        key = StorageKey(stage.name, name, slot.name)
+                        yield Expected(device, key, stage.model, slot.dtype, host, bits)
+
+
+def _has(stage: Stage, slot: str, tensor: LogicalTensor) -> bool:
+    """Frozen tensors have only a weight; Muon has one momentum for matrices of layers, Adam's two for the rest."""
+    if slot == "weight" or not tensor.trainable:
+        return slot == "weight"
+    matrix = tensor.layer is not None and len(tensor.shape) == 2
+    if (stage.optimizer or "").lower() == "muon" and slot in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
+        return matrix == (slot == "momentum_buffer")
+    return True
+
+
+def _expert_tp(stage: Stage) -> int:
+    """Engines cut experts like everything else unless they spread them."""
+    return stage.tp if stage.kind == "generate" and stage.ep == 1 and stage.etp == 1 else stage.etp
+
+
+def _apart(stage: Stage) -> bool:
+    """Whether experts have process groups, and so optimizer buffers, of their own."""
+    return stage.ep > 1 or _expert_tp(stage) != stage.tp
 
 
 def _coordinates(stage: Stage) -> list[dict[str, int]]:
@@ -141,6 +188,27 @@ def _coordinates(stage: Stage) -> list[dict[str, int]]:
     return [dict(zip(slowest_first, digits, strict=True)) for digits in counted]
 
 
+def _expert_coordinates(stage: Stage, coords: list[dict[str, int]]) -> list[dict[str, int]]:
+    """The ranks of each pipeline stage, in their order, counted through anew with the expert degrees."""
+    etp = _expert_tp(stage)
+    sizes = {"tp": etp, "ep": stage.ep, "dp": len(coords) // (stage.pp * stage.ep * etp)}
+    axes = [axis for axis in stage.order.split("-") if axis in sizes]
+    if "ep" not in axes:
+        axes.insert(axes.index("dp"), "ep")
+    names = {"tp": "etp", "ep": "ep", "dp": "edp"}
+    counted = [
+        {names[axis]: digit for axis, digit in zip(reversed(axes), digits, strict=True)}
+        for digits in product(*(range(sizes[axis]) for axis in reversed(axes)))
+    ]
+    seen: dict[int, int] = {}
+    found = []
+    for coord in coords:
+        place = seen.get(coord["pp"], 0)
+        seen[coord["pp"]] = place + 1
+        found.append(counted[place])
+    return found
+
+
 def _pipeline_homes(tensor: LogicalTensor, stage: Stage) -> set[int]:
     homes = set()
     if tensor.first:
@@ -148,16 +216,42 @@ def _pipeline_homes(tensor: LogicalTensor, stage: Stage) -> set[int]:
     if tensor.last:
         homes.add(len(stage.pp_split) - 1)
     if tensor.layer is not None:
-        owners = [number for number, count in enumerate(stage.pp_split) for _ in range(count)]
+        chunks = stage.chunks or stage.pp_split
+        owners = [number % stage.pp for number, count in enumerate(chunks) for _ in range(count)]
         homes.add(owners[tensor.layer])
     return homes
 
 
-def _tp_part(tensor: LogicalTensor, whole: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
-    """What tensor-parallel ``rank`` holds: an equal chunk, or its whole kv head where those are fewer."""
+def _tp_part(
+    tensor: LogicalTensor, all_whole: Mapping[str, torch.Tensor], stage: Stage, kv_heads: int, tp: int, rank: int
+) -> torch.Tensor:
+    """What tensor-parallel ``rank`` holds: an equal chunk, or its whole kv head where those are fewer.
+
+    Megatron and the engines pad the vocabulary first, and Megatron cuts the fused q..q k v by rows.
+    """
+    whole = all_whole[tensor.name]
     if tensor.cut is None or tp == 1:
         return whole
     dim, units = tensor.cut.dim, tensor.cut.groups
+    if tensor.name.split(".")[-2] in ("embed_tokens", "lm_head"):
+        multiple = {"megatron": 128 * tp}.get(stage.backend or "", 64 if stage.engine in ("vllm", "sglang") else 1)
+        missing = -len(whole) % multiple
+        padded = torch.nn.functional.pad(whole, (0, 0, 0, missing))
+        start = rank * (len(padded) // tp)
+        return whole[start : min(start + len(padded) // tp, len(whole))]
+    names = [tensor.name.replace(tensor.name.split(".")[-2], p) for p in ("q_proj", "k_proj", "v_proj")]
+    if stage.backend == "megatron" and tensor.name in names and names[1] in all_whole:
+        parts = []
+        for number, name in enumerate(names):
+            rows = all_whole[name]
+            mark = torch.full((len(rows),), number)
+            parts.append(list(zip(rows.chunk(kv_heads), mark.chunk(kv_heads), strict=True)))
+        groups = list(zip(*parts, strict=True))
+        marks = torch.cat([mark for group in groups for _, mark in group])
+        values = torch.cat([rows for group in groups for rows, _ in group])
+        size = len(marks) // tp
+        mine = slice(rank * size, (rank + 1) * size)
+        return values[mine][marks[mine] == names.index(tensor.name)]
     if tp > units:
         unit = whole.shape[dim] // units
         return whole.narrow(dim, (rank // (tp // units)) * unit, unit)
@@ -165,28 +259,29 @@ def _tp_part(tensor: LogicalTensor, whole: torch.Tensor, tp: int, rank: int) -> 
 
 
 def _dp_parts(
-    stage: Stage, slot: str, local: Mapping[str, torch.Tensor], dp_of: Mapping[Device, int]
+    stage: Stage, slot: str, local: Mapping[str, torch.Tensor], place_of: Mapping[Device, int], shards: int
 ) -> Iterator[tuple[Device, str, torch.Tensor]]:
-    """(device, tensor, its elements) for the data-parallel ranks of one (tp, pp) corner."""
+    """(device, tensor, its elements) for the ranks of one corner. ``place_of``: among the ranks that hold alike;
+    ``shards``: over how many of them a sharded slot is spread."""
     if stage.fsdp:
         for name, tensor in local.items():
-            chunks = torch.chunk(tensor, stage.fsdp, dim=0)
-            for device, dp in dp_of.items():
-                member = dp % stage.fsdp
+            chunks = torch.chunk(tensor, shards, dim=0)
+            for device, place in place_of.items():
+                member = place % shards
                 if member < len(chunks):
                     yield device, name, chunks[member].reshape(-1)
     elif stage.zero >= 3:
         for name, tensor in local.items():
             flat = tensor.reshape(-1)
-            size = _padded(len(flat), stage.dp) // stage.dp
-            for device, dp in dp_of.items():
-                yield device, name, flat[size * dp : size * (dp + 1)]
+            size = _padded(len(flat), shards) // shards
+            for device, place in place_of.items():
+                yield device, name, flat[size * place : size * (place + 1)]
     elif stage.zero and slot != "weight":
         # One flat buffer of all tensors, padded, cut equally; then every tensor's piece of a cut.
         flat = torch.cat([t.reshape(-1) for t in local.values()]) if local else torch.empty(0)
-        size = _padded(len(flat), stage.dp) // stage.dp
-        for device, dp in dp_of.items():
-            low, high, position = size * dp, size * (dp + 1), 0
+        size = _padded(len(flat), shards) // shards
+        for device, place in place_of.items():
+            low, high, position = size * place, size * (place + 1), 0
             for name, tensor in local.items():
                 begin, end = max(low, position), min(high, position + tensor.numel())
                 position += tensor.numel()
@@ -195,7 +290,7 @@ def _dp_parts(
     else:
         for name, tensor in local.items():
             flat = tensor.reshape(-1)
-            for device in dp_of:
+            for device in place_of:
                 yield device, name, flat
 
 
