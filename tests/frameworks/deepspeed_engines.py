@@ -1,0 +1,231 @@
+"""A tiny model under Hugging Face's names, and DeepSpeed engines of it on some of a launch's ranks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nereus.ir.arch import Arch
+from nereus.ir.tensor import matrix_shape
+from nereus.models.naming.hf import HfNaming
+from nereus.models.tensors import logical_tensors
+
+#: Odd sizes: parameters end on no boundary, and groups need padding.
+ARCH = Arch(
+    family="llama", num_layers=2, hidden=12, num_heads=3, num_kv_heads=1, head_dim=4, ffn=21, vocab=37,
+)  # fmt: skip
+NAMING = HfNaming(arch=ARCH)
+SHAPES = {t.name: matrix_shape(t.shape) for t in logical_tensors(ARCH)}
+#: Samples of one optimizer update, and their length.
+BATCH, LENGTH = 12, 5
+
+
+class _Norm(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.float()
+        return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * self.weight
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        queries, keys = ARCH.num_heads * ARCH.head_dim, ARCH.num_kv_heads * ARCH.head_dim
+        self.q_proj = nn.Linear(ARCH.hidden, queries, bias=False)
+        self.k_proj = nn.Linear(ARCH.hidden, keys, bias=False)
+        self.v_proj = nn.Linear(ARCH.hidden, keys, bias=False)
+        self.o_proj = nn.Linear(queries, ARCH.hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        q = self.q_proj(x).view(batch, length, ARCH.num_heads, ARCH.head_dim).transpose(1, 2)
+        k = self.k_proj(x).view(batch, length, 1, ARCH.head_dim).transpose(1, 2).expand_as(q)
+        v = self.v_proj(x).view(batch, length, 1, ARCH.head_dim).transpose(1, 2).expand_as(q)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
+
+
+class _Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(ARCH.hidden, ARCH.ffn, bias=False)
+        self.up_proj = nn.Linear(ARCH.hidden, ARCH.ffn, bias=False)
+        self.down_proj = nn.Linear(ARCH.ffn, ARCH.hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_layernorm, self.self_attn = _Norm(ARCH.hidden), _Attention()
+        self.post_attention_layernorm, self.mlp = _Norm(ARCH.hidden), _Mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class _Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(ARCH.vocab, ARCH.hidden)
+        self.layers = nn.ModuleList(_Layer() for _ in range(ARCH.num_layers))
+        self.norm = _Norm(ARCH.hidden)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed_tokens(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+class TinyLlama(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = _Body()
+        self.lm_head = nn.Linear(ARCH.hidden, ARCH.vocab, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Mean loss of predicting the next token."""
+        logits = self.lm_head(self.model(ids[:, :-1])).float()
+        return nn.functional.cross_entropy(logits.reshape(-1, ARCH.vocab), ids[:, 1:].reshape(-1))
+
+
+class Group:
+    """The interface of Megatron's mpu for data parallelism over a part of the ranks: what lets DeepSpeed, whose
+    groups are global, build an engine on a subset."""
+
+    def __init__(self, size: int) -> None:
+        """Ranks 0 .. size are one group, the others another: DeepSpeed's barriers are the launch's, so all ranks must
+        build an engine at once."""
+        world, rank = dist.get_world_size(), dist.get_rank()
+        parts = [list(range(size)), *([list(range(size, world))] if size < world else [])]
+        self.group = [dist.new_group(part) for part in parts][rank >= size]
+        self.ranks = parts[rank >= size]
+        self.alone = [dist.new_group([r]) for r in range(world)][rank]
+        self.inside = rank < size
+
+    def get_data_parallel_group(self) -> Any:
+        return self.group
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return self.ranks
+
+    def get_data_parallel_world_size(self) -> int:
+        return len(self.ranks)
+
+    def get_data_parallel_rank(self) -> int:
+        return self.ranks.index(dist.get_rank())
+
+    def get_model_parallel_group(self) -> Any:
+        return self.alone
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+
+
+def config(stage: int, ranks: int, **changes: Any) -> dict[str, Any]:
+    """``changes``: of the top level; ``zero_optimization`` is merged."""
+    changes = copy.deepcopy(changes)
+    zero = {"stage": stage, "reduce_bucket_size": 4096, **changes.pop("zero_optimization", {})}
+    if stage == 3:
+        zero = {"stage3_param_persistence_threshold": 40, "stage3_prefetch_bucket_size": 0, **zero}
+    made: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": BATCH // ranks,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_type": "linear"}},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        **changes,
+    }
+    if stage or zero.get("offload_optimizer"):
+        made["zero_optimization"] = zero
+    return {key: value for key, value in made.items() if value is not None}
+
+
+def build(stage: int, group: Group, *, seed: int = 0, groups: bool = False, frozen: str = "", **changes: Any) -> Any:
+    """An engine on this rank's part of ``group``. ``groups``: norms in a group of their own, without decay."""
+    import logging
+
+    logging.disable(logging.WARNING)
+    import deepspeed
+    from deepspeed.utils import groups as ds_groups
+
+    torch.set_num_threads(1)
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed("gloo", verbose=False)
+    ds_groups.mpu = group
+    torch.manual_seed(seed)
+    made = config(stage, len(group.ranks), **changes)
+    model = TinyLlama()
+    for name, param in model.named_parameters():
+        param.requires_grad_(not (frozen and frozen in name))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    parameters: list[Any] = trained
+    if groups:
+        parameters = [
+            {"params": [p for p in trained if p.ndim > 1]},
+            {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
+        ]
+    return deepspeed.initialize(model=model, model_parameters=parameters, config=made, mpu=group)[0]
+
+
+def train(engine: Any, first: int, steps: int) -> list[tuple[float, float, float]]:
+    """(mean loss, lr, gradient norm) of each update; the samples depend on the update's number alone."""
+    found = []
+    for step in range(first, first + steps):
+        ids = torch.randint(0, ARCH.vocab, (BATCH, LENGTH), generator=torch.Generator().manual_seed(100 + step))
+        per = BATCH // engine.dp_world_size
+        rank = dist.get_rank(group=engine.data_parallel_group)
+        total = torch.zeros(1)
+        lr = engine.get_lr()[0]
+        for sample in range(rank * per, (rank + 1) * per):
+            loss = engine(ids[sample : sample + 1])
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach().float() / BATCH
+        dist.all_reduce(total, group=engine.data_parallel_group)
+        found.append((total.item(), float(lr), float(engine.get_global_grad_norm())))
+    return found
+
+
+def loss(engine: Any) -> float:
+    """Of a fixed batch, without a gradient; the same on every rank."""
+    ids = torch.randint(0, ARCH.vocab, (4, LENGTH), generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        return float(engine(ids))
+
+
+def whole_by_deepspeed(engine: Any) -> dict[tuple[str, str], torch.Tensor]:
+    """Masters and moments as DeepSpeed's own accessors give them: the independent oracle. Collective."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    found = {}
+    for name, param in engine.module.named_parameters():
+        if param.requires_grad:
+            shape = SHAPES[name]
+            found[name, "master"] = safe_get_full_fp32_param(param).detach().clone().reshape(shape)
+            for key in ("exp_avg", "exp_avg_sq"):
+                found[name, key] = safe_get_full_optimizer_state(param, key).detach().clone().reshape(shape)
+    return found
