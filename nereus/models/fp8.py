@@ -17,8 +17,9 @@ from math import lcm
 
 from nereus.ir.arch import Arch
 from nereus.ir.tensor import Cut, LogicalTensor
+from nereus.models.legality import legal_tp
 from nereus.models.lora import is_linear, kind
-from nereus.models.tensors import legal_tp, logical_tensors
+from nereus.models.tensors import logical_tensors
 
 BLOCK = 128
 SUFFIX = "_scale_inv"

@@ -1,4 +1,4 @@
-"""Logical tensors of every family under their published (HF) names, and which tensor-parallel degrees they allow.
+"""Logical tensors of every family under their published (HF) names. ``nereus.models.legality``: which degrees fit.
 
 Query, key, value, gate and up stay separate: how a framework fuses them is a property of its storage, not of the state.
 Tensors of one expert carry its number, and their ``cut`` is over the expert tensor-parallel degree (etp), not tp.
@@ -39,35 +39,6 @@ def _all_tensors(arch: Arch, head: str, lora: Lora | None) -> tuple[LogicalTenso
 def num_params(arch: Arch, head: str = "lm", lora: Lora | None = None, *, trainable: bool = False) -> int:
     """Parameters, or only the ``trainable`` ones; a tied embedding counts once."""
     return sum(t.numel for t in logical_tensors(arch, head, lora) if t.trainable or not trainable)
-
-
-def tp_refusals(arch: Arch, tp: int, *, head: str = "lm") -> tuple[str, ...]:
-    """Why ``tp`` cannot cut the model, a sentence for each dimension; empty if it can."""
-    if tp < 1:
-        return (f"tensor parallelism needs at least one rank, not {tp}",)
-    reasons = []
-    if arch.num_heads % tp:
-        reasons.append(f"{arch.num_heads} heads do not divide by {tp}")
-    kv = arch.num_kv_heads
-    if arch.mla is None and kv % tp and tp % kv:
-        reasons.append(f"{kv} kv heads neither divide by {tp} nor divide it")
-    if _num_dense_layers(arch) and arch.ffn % tp:
-        reasons.append(f"ffn width {arch.ffn} does not divide by {tp}")
-    if arch.moe is not None and arch.moe.shared_expert_ffn % tp:
-        reasons.append(f"shared-expert width {arch.moe.shared_expert_ffn} does not divide by {tp}")
-    if arch.vocab % tp:  # the embedding is cut even where a value head takes the place of the output matrix
-        reasons.append(f"vocabulary {arch.vocab} does not divide by {tp}")
-    assert head in HEADS
-    return tuple(reasons)
-
-
-def legal_tp(arch: Arch, *, head: str = "lm", limit: int = 64) -> tuple[int, ...]:
-    """Every legal degree up to ``limit``, not only powers of two."""
-    return tuple(tp for tp in range(1, limit + 1) if not tp_refusals(arch, tp, head=head))
-
-
-def _num_dense_layers(arch: Arch) -> int:
-    return arch.num_layers if arch.moe is None else min(arch.moe.first_dense_layers, arch.num_layers)
 
 
 def _front(arch: Arch, head: str) -> Iterator[LogicalTensor]:

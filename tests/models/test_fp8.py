@@ -19,8 +19,9 @@ from nereus.models.fp8 import (
     scale_name,
     scale_tensors,
 )
+from nereus.models.legality import legal_tp
 from nereus.models.presets import preset
-from nereus.models.tensors import legal_tp, logical_tensors
+from nereus.models.tensors import logical_tensors
 
 
 def test_deepseek_v3_as_published() -> None:

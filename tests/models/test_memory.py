@@ -28,6 +28,7 @@ from nereus.ir.cluster import Device
 from nereus.ir.layout import layout_of
 from nereus.ir.plan import Model, Plan, Slot, Stage, Workload
 from nereus.ir.units import GB, GIB
+from nereus.models.legality import legal_tp
 from nereus.models.memory import (
     MemoryReport,
     engine_running_bytes,
@@ -35,7 +36,7 @@ from nereus.models.memory import (
     resident_state_bytes,
     steady_state,
 )
-from nereus.models.tensors import legal_tp, logical_tensors, num_params
+from nereus.models.tensors import logical_tensors, num_params
 
 FIRST = Device("n0", 0)
 

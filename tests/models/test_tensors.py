@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nereus.ir.arch import Arch
+from nereus.models.legality import legal_tp, tp_refusals
 from nereus.models.presets import preset, preset_names
-from nereus.models.tensors import legal_tp, logical_tensors, num_params, tp_refusals
+from nereus.models.tensors import logical_tensors, num_params
 
 
 def _shapes(arch: Arch, head: str = "lm") -> dict[str, tuple[int, ...]]:

@@ -11,8 +11,8 @@ from nereus.ir.cluster import Cluster, Device, GpuType, Node
 from nereus.ir.plan import ORDER_MEGATRON, ORDER_REPLICA, Model, Plan, Slot, Stage, Workload
 from nereus.ir.units import GIB
 from nereus.models.hardware import gpu_type
+from nereus.models.legality import legal_tp
 from nereus.models.slots import default_slots
-from nereus.models.tensors import legal_tp
 
 #: Tiny models that between them have kv replication (tp 4 and 8 on 2 kv heads), tied embeddings, biases, a q/k norm,
 #: odd widths and degrees that are no powers of two.

@@ -9,8 +9,8 @@ pytest.importorskip("torch")
 from runtime.tiny import cluster, plan, stage
 
 from nereus.ir.plan import Model
+from nereus.models.legality import tp_refusals
 from nereus.models.presets import preset, preset_names
-from nereus.models.tensors import tp_refusals
 from nereus.runtime.scale import Scale, parse_scale, scale_arch, scale_plans, scale_split, state_bytes
 
 SIXTEEN = cluster(8, 8)
