@@ -37,11 +37,16 @@ def bind(schedule: Schedule, scheduler: Any, optimizer: Any) -> None:
         raise JobStateError("the new scheduler drives another optimizer than the one that will train")
     groups: list[Any] = optimizer.param_groups
     state: dict[str, Any] = {name: _fitted(value, name, len(groups)) for name, value in schedule.state.items()}
-    lrs = _fitted(list(schedule.lrs), "lrs", len(groups))
+    lrs = _fitted(list(schedule.lrs), "lrs", len(groups)) if "_last_lr" in state else []
     if hasattr(scheduler, "num_steps"):
         # Megatron's adds what it loads to what it has.
         scheduler.num_steps = 0
     scheduler.load_state_dict(_like(state, scheduler.state_dict()))
+    if "_last_lr" not in state:
+        # Megatron's computes the rates of all groups when it loads; a group may be absent from this rank.
+        if wrong := {float(group["lr"]) for group in groups}.difference(schedule.lrs):
+            raise JobStateError(f"schedule.lrs: a group has the rate {wrong.pop()!r}, not one of {schedule.lrs}")
+        lrs = [group["lr"] for group in groups]
     for number, (group, lr) in enumerate(zip(groups, lrs, strict=True)):
         # A captured graph reads the rate from a tensor: keep the tensor.
         if hasattr(group["lr"], "fill_"):

@@ -112,11 +112,9 @@ def install() -> None:
         return
     stream = _Stream()
 
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        return None
-
-    def zero(*args: Any, **kwargs: Any) -> int:
-        return 0
+    def constant(value: Any) -> Callable[..., Any]:
+        # A function of its own for every name: dynamo refuses to know one function under two.
+        return lambda *args, **kwargs: value
 
     def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
         return torch.get_rng_state()
@@ -124,33 +122,34 @@ def install() -> None:
     def set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         torch.set_rng_state(state)
 
-    def manual_seed(seed: int) -> None:
-        torch.default_generator.manual_seed(int(seed))
+    def seed() -> Callable[[int], None]:
+        return lambda number: (torch.default_generator.manual_seed(int(number)), None)[1]
 
-    def now(call: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        return call() if call else None
+    def now() -> Callable[..., Any]:
+        return lambda call=None, **kwargs: call() if call else None
 
     replaced: dict[str, Any] = {
-        "current_device": lambda: _CPU,
-        "device_count": lambda: 1,
-        "current_stream": lambda *args, **kwargs: stream,
-        "default_stream": lambda *args, **kwargs: stream,
+        "current_device": constant(_CPU),
+        "device_count": constant(1),
+        "current_stream": constant(stream),
+        "default_stream": constant(stream),
         "stream": lambda stream=None: contextlib.nullcontext(),
         "Stream": _Stream,
         "Event": _Event,
-        "get_device_capability": lambda *args, **kwargs: (9, 0),
+        "get_device_capability": constant((9, 0)),
         "get_rng_state": get_rng_state,
         "set_rng_state": set_rng_state,
-        "manual_seed": manual_seed,
-        "manual_seed_all": manual_seed,
-        "_lazy_init": now,
-        "_lazy_call": now,
+        "manual_seed": seed(),
+        "manual_seed_all": seed(),
+        "_lazy_init": now(),
+        "_lazy_call": now(),
         "default_generators": _Generators(),
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": constant(False),
     }
-    replaced |= dict.fromkeys(("set_device", "synchronize", "empty_cache"), nothing)
-    sizes = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
-    replaced |= dict.fromkeys(sizes, zero)
+    for name in ("set_device", "synchronize", "empty_cache"):
+        replaced[name] = constant(None)
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+        replaced[name] = constant(0)
     for kind in ("Float", "Int", "Long", "Half", "BFloat16", "Double", "Byte"):
         if hasattr(torch, f"{kind}Tensor"):
             replaced[f"{kind}Tensor"] = getattr(torch, f"{kind}Tensor")
@@ -158,7 +157,7 @@ def install() -> None:
         setattr(torch.cuda, name, value)
     cuda: Any = torch.cuda
     cuda.random.get_rng_state, cuda.random.set_rng_state = get_rng_state, set_rng_state
-    cuda.nvtx.range_push, cuda.nvtx.range_pop = zero, zero
+    cuda.nvtx.range_push, cuda.nvtx.range_pop = constant(0), constant(0)
     module: Any = torch.nn.Module
     module.cuda = lambda self, device=None: self
     mode = CudaToCpu()
