@@ -13,21 +13,17 @@ from nereus.runtime.adapters.regions import Rect, intersection
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
-    return (prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (prod(shape), 1)
-
-
 def row_runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int, int]]:
     """(row of the matrix, row of the box's own matrix, rows) of each run of rows that the box covers."""
-    dims, offsets, sizes = _leading(shape), _leading(box[0]), _leading(box[1])
-    if not all(box[1]):
+    if 0 in box[1]:
         return
+    dims, offsets, sizes = _leading(shape), _leading(box[0]), _leading(box[1])
     # Dims from ``split`` on are whole, so one step of the dim before them is one run together with its neighbours.
     split = len(dims) - 1
     while split > 0 and sizes[split] == dims[split]:
         split -= 1
     inner, own_inner = prod(dims[split + 1 :]), prod(sizes[split + 1 :])
-    run = sizes[split] * own_inner if dims else 1
+    run = sizes[split] * own_inner
     for number, outer in enumerate(_positions(sizes[:split])):
         row = 0
         for offset, position, extent in zip(offsets[:split], outer, dims[:split], strict=True):
@@ -104,20 +100,14 @@ def _row_boxes(dims: Sequence[int], lo: int, hi: int) -> Iterator[tuple[tuple[in
     if lo >= hi:
         return
     inner = prod(dims[1:])
-    if lo % inner == 0 and hi % inner == 0:
-        yield (lo // inner, *([0] * (len(dims) - 1))), ((hi - lo) // inner, *dims[1:]), lo, hi - lo
-        return
-    first, last = lo // inner, hi // inner
-    whole = first if lo % inner == 0 else first + 1
-    if first == last or whole > first:
-        stop = min(hi, (first + 1) * inner)
-        base = first * inner
-        for offsets, sizes, row, num_rows in _row_boxes(dims[1:], lo - base, stop - base):
-            yield (first, *offsets), (1, *sizes), row + base, num_rows
+    rest = dims[1:]
+    if lo % inner:
+        base, stop = lo // inner * inner, min(hi, (lo // inner + 1) * inner)
+        for offsets, sizes, row, num_rows in _row_boxes(rest, lo - base, stop - base):
+            yield (base // inner, *offsets), (1, *sizes), row + base, num_rows
         lo = stop
-    if lo < hi:
-        middle = hi // inner * inner
-        yield from _row_boxes(dims, lo, middle)
-        base = middle
-        for offsets, sizes, row, num_rows in _row_boxes(dims[1:], max(lo, middle) - base, hi - base):
-            yield (middle // inner, *offsets), (1, *sizes), row + base, num_rows
+    base = hi // inner * inner
+    if lo < base:
+        yield (lo // inner, *([0] * len(rest))), ((base - lo) // inner, *rest), lo, base - lo
+    for offsets, sizes, row, num_rows in _row_boxes(rest, max(lo, base) - base, hi - base):
+        yield (base // inner, *offsets), (1, *sizes), row + base, num_rows

@@ -53,13 +53,13 @@ def difference(a: Rect, b: Rect) -> list[Rect]:
     if common is None:
         return [a]
     row_lo, row_hi, col_lo, col_hi = common
-    parts = (
+    around = (
         (a[0], row_lo, a[2], a[3]),
         (row_lo, row_hi, a[2], col_lo),
         (row_lo, row_hi, col_hi, a[3]),
         (row_hi, a[1], a[2], a[3]),
     )
-    return [part for part in parts if part[0] < part[1] and part[2] < part[3]]
+    return [rect for rect in around if rect[0] < rect[1] and rect[2] < rect[3]]
 
 
 def fragment_rects(fragment: Fragment) -> list[Rect]:
@@ -94,11 +94,11 @@ def _claims_of(rects: Mapping[Rect, list[int]], load: list[int]) -> list[Claim]:
         active = [other for other in active if other[1] > rect[0]]
         rest = [rect]
         for other in active:
-            rest = [part for piece in rest for part in difference(piece, other)]
+            rest = [left for piece in rest for left in difference(piece, other)]
         if rest:
             holder = min(rects[rect], key=lambda number: load[number])
-            load[holder] += sum(area(part) for part in rest)
-            found.extend(Claim(holder, part) for part in rest)
+            load[holder] += sum(map(area, rest))
+            found.extend(Claim(holder, left) for left in rest)
             active.append(rect)
     return found
 
@@ -140,9 +140,7 @@ def copy_regions(
     ``slots``: slot of the target -> slot of the source to take it from, where they differ. Without ``convert``, dtypes
     must be equal. BindError, before anything is written, where elements are missing or dtypes differ.
     """
-    held: dict[Key, list[tuple[Rect, torch.Tensor]]] = {}
-    for fragment, place, view in pieces(source):
-        held.setdefault((fragment.tensor, fragment.slot), []).append((_rect(place), view))
+    held = rects_of(source)
     work: list[tuple[Key, Rect, torch.Tensor, torch.Tensor]] = []
     wrong: dict[str, None] = {}
     for fragment, place, view in pieces(target):
@@ -157,8 +155,8 @@ def copy_regions(
                 if common is not None:
                     if convert is None and data.dtype != view.dtype:
                         wrong[f"{key[0]} ({slot}): {data.dtype} cannot fill {view.dtype} unasked"] = None
-                    work.append((key, common, _part(view, whole, common), _part(data, rect, common)))
-            rest = [part for piece in rest for part in difference(piece, rect)]
+                    work.append((key, common, part(view, whole, common), part(data, rect, common)))
+            rest = [left for piece in rest for left in difference(piece, rect)]
         if rest:
             wrong[f"{key[0]} ({slot}): {sum(map(area, rest))} of {area(whole)} elements are missing"] = None
     if wrong:
@@ -171,10 +169,39 @@ def copy_regions(
     return num_bytes
 
 
+def rects_of(binding: Binding) -> dict[Key, list[tuple[Rect, torch.Tensor]]]:
+    """Every region with its live elements, rows x columns."""
+    held: dict[Key, list[tuple[Rect, torch.Tensor]]] = {}
+    for fragment, place, view in pieces(binding):
+        held.setdefault((fragment.tensor, fragment.slot), []).append((_rect(place), view))
+    return held
+
+
+def claimed_view(held: Sequence[tuple[Rect, torch.Tensor]], rect: Rect) -> torch.Tensor:
+    """Elements of ``rect``, which lies inside one of the regions, as what a holder claims does."""
+    of, view = next((of, view) for of, view in held if intersection(of, rect) == rect)
+    return part(view, of, rect)
+
+
+def part(view: torch.Tensor, of: Rect, rect: Rect) -> torch.Tensor:
+    return view[rect[0] - of[0] : rect[1] - of[0], rect[2] - of[2] : rect[3] - of[2]]
+
+
+def slot_dtypes(states: Sequence[RankState], slot: str) -> dict[str, str]:
+    """Dtype of every logical tensor that has ``slot``. BindError where ranks differ."""
+    found: dict[str, str] = {}
+    wrong: dict[str, None] = {}
+    for state in states:
+        for fragment in state.fragments:
+            if fragment.slot == slot:
+                dtype = state.storages[fragment.storage].dtype
+                if found.setdefault(fragment.tensor, dtype) != dtype:
+                    wrong[f"{fragment.tensor} is {found[fragment.tensor]} and {dtype}"] = None
+    if wrong:
+        raise BindError(f"a tensor has one dtype in a checkpoint ({slot}): {listed(list(wrong))}")
+    return found
+
+
 def _rect(place: tuple[int, int, int, int]) -> Rect:
     row, num_rows, col, num_cols = place
     return row, row + num_rows, col, col + num_cols
-
-
-def _part(view: torch.Tensor, of: Rect, part: Rect) -> torch.Tensor:
-    return view[part[0] - of[0] : part[1] - of[0], part[2] - of[2] : part[3] - of[2]]

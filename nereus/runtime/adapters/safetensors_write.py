@@ -19,17 +19,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nereus.ir.fragment import RankState
 from nereus.ir.units import DTYPE_BYTES
 from nereus.models.naming.base import Naming
 from nereus.models.tensors import logical_tensors
 from nereus.runtime.adapters.base import BindError, Binding
 from nereus.runtime.adapters.publish import begin, discard, publish
-from nereus.runtime.adapters.regions import Claim, Rect, check_complete, claims, intersection, listed, logical_shapes
+from nereus.runtime.adapters.regions import (
+    Claim,
+    Rect,
+    check_complete,
+    claimed_view,
+    claims,
+    logical_shapes,
+    rects_of,
+    slot_dtypes,
+)
 from nereus.runtime.adapters.safetensors_files import INDEX, SINGLE, TORCH_DTYPES
 from nereus.runtime.adapters.safetensors_header import TO_FORMAT, TensorEntry, header_bytes
 from nereus.runtime.adapters.together import Ranks
-from nereus.runtime.adapters.whole import pieces
 
 #: Bytes of one piece on its way to the file: bounds what a save holds in host memory.
 CHUNK_BYTES = 32 * 2**20
@@ -69,7 +76,7 @@ def save(
     shapes = logical_shapes(naming.arch, naming.head)
     claimed = claims(states, keep=lambda key: key[1] == slot and key[0] in shapes)
     check_complete(claimed, shapes, (slot,))
-    held = _dtypes(states, slot) if dtype is None else dict.fromkeys(shapes, dtype)
+    held = slot_dtypes(states, slot) if dtype is None else dict.fromkeys(shapes, dtype)
     if dtype is not None and dtype not in TO_FORMAT:
         raise BindError(f"dtype {dtype} cannot be written; known are {', '.join(TO_FORMAT)}")
     plan = _plan(naming, held, max_file_bytes, {"format": "pt", **(metadata or {})})
@@ -83,20 +90,6 @@ def save(
             discard(folder)
         raise
     return written[ranks.rank]
-
-
-def _dtypes(states: Sequence[RankState], slot: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    wrong = []
-    for state in states:
-        for fragment in state.fragments:
-            if fragment.slot == slot:
-                dtype = state.storages[fragment.storage].dtype
-                if found.setdefault(fragment.tensor, dtype) != dtype:
-                    wrong.append(f"{fragment.tensor} is {found[fragment.tensor]} and {dtype}")
-    if wrong:
-        raise BindError(f"one tensor has one dtype in a file; pass dtype: {listed(list(dict.fromkeys(wrong)))}")
-    return found
 
 
 def _plan(naming: Naming, dtypes: Mapping[str, str], max_file_bytes: int, metadata: Mapping[str, str]) -> list[File]:
@@ -167,10 +160,7 @@ def _is_no_weight(name: str) -> bool:
 
 
 def _write(folder: Path, plan: Sequence[File], binding: Binding, slot: str, mine: Mapping[str, list[Claim]]) -> int:
-    views: dict[str, list[tuple[Rect, torch.Tensor]]] = {}
-    for fragment, (row, num_rows, col, num_cols), view in pieces(binding):
-        if fragment.slot == slot:
-            views.setdefault(fragment.tensor, []).append(((row, row + num_rows, col, col + num_cols), view))
+    held = rects_of(binding)
     total = 0
     for file in plan:
         sums: list[tuple[int, int, int]] = []  # (offset, bytes, checksum)
@@ -178,7 +168,9 @@ def _write(folder: Path, plan: Sequence[File], binding: Binding, slot: str, mine
         try:
             for entry in file.entries:
                 for claim in mine.get(entry.name, ()):
-                    for offset, data in _runs(entry, len(file.header), claim.rect, views[entry.name]):
+                    for offset, data in _runs(
+                        entry, len(file.header), claim.rect, claimed_view(held[entry.name, slot], claim.rect)
+                    ):
                         _write_at(descriptor, data, offset)
                         sums.append((offset, len(data), zlib.crc32(data)))
                         total += len(data)
@@ -190,17 +182,12 @@ def _write(folder: Path, plan: Sequence[File], binding: Binding, slot: str, mine
     return total
 
 
-def _runs(
-    entry: TensorEntry, data_start: int, rect: Rect, views: Sequence[tuple[Rect, torch.Tensor]]
-) -> Iterator[tuple[int, memoryview]]:
+def _runs(entry: TensorEntry, data_start: int, rect: Rect, part: torch.Tensor) -> Iterator[tuple[int, memoryview]]:
     """(file offset, bytes) of a claimed rectangle: whole rows lie together, other rows are one run each."""
     size, num_cols = DTYPE_BYTES[entry.dtype], 1
     for extent in entry.shape[1:]:
         num_cols *= extent
     row_bytes = num_cols * size
-    # A claim is part of one rectangle that this rank holds.
-    held, view = next((r, v) for r, v in views if intersection(r, rect) == rect)
-    part = view[rect[0] - held[0] : rect[1] - held[0], rect[2] - held[2] : rect[3] - held[2]]
     step = max(1, CHUNK_BYTES // max(1, part.shape[1] * size))
     for first in range(0, part.shape[0], step):
         rows = part[first : first + step].to(device="cpu", dtype=TORCH_DTYPES[entry.dtype]).contiguous()
