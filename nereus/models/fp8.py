@@ -50,7 +50,8 @@ def scale_tensors(arch: Arch, head: str = "lm") -> tuple[LogicalTensor, ...]:
 
 def fp8_refusals(arch: Arch, *, tp: int, etp: int | None = None, form: str = "segments") -> tuple[str, ...]:
     """Why these degrees cut a block, a sentence for each matrix; empty if they do not. ``etp``: tensor parallelism
-    inside an expert, None where experts are cut like everything else. Degrees that the model itself does not allow are refused elsewhere (``tp_refusals``)."""
+    inside an expert, None where experts are cut like everything else. Degrees that the model itself does not allow are
+    refused elsewhere (``tp_refusals``)."""
     if form not in FORMS:
         raise ValueError(f"matrices lie {', '.join(FORMS)}, not '{form}'")
     found: list[str] = []
