@@ -95,10 +95,11 @@ def _stage_table(plan: Plan, report: MemoryReport | None) -> list[str]:
     num_gpus = {node.name: node.num_gpus for node in plan.cluster.nodes}
     for stage in plan.stages:
         if stage.service is not None:
-            rows.append((stage.name, f"service {stage.service}", *[""] * 10))
+            rows.append((stage.name, f"service {stage.service}", *[""] * 11))
             continue
         where = f"with {stage.with_}" if stage.with_ else " ".join(compress_devices(stage.devices, num_gpus))
         degrees = [str(n) for n in (stage.dp, stage.tp, stage.pp, stage.cp, stage.ep)]
+        degrees.append("" if plan.model(stage.model).arch.moe is None else str(stage.expert_dp))
         steps = accumulation(plan, stage)
         batch = str(stage.micro_batch) if stage.kind != "generate" else ""
         if stage.max_tokens is not None and batch:
@@ -109,9 +110,9 @@ def _stage_table(plan: Plan, report: MemoryReport | None) -> list[str]:
             need, have = format_gb(worst.need_bytes), format_gb(worst.capacity_bytes)
         accumulated = "" if steps is None else str(steps)
         rows.append((stage.name, where, *degrees, str(stage.num_emus), batch, accumulated, need, have))
-    header = ("stage", "on", "dp", "tp", "pp", "cp", "ep", "EMUs", "micro", "accum", "GB", "of")
+    header = ("stage", "on", "dp", "tp", "pp", "cp", "ep", "expert dp", "EMUs", "micro", "accum", "GB", "of")
     # Columns that say nothing in this plan are left out: no context or expert parallelism, no memory report.
-    idle = {"cp": "1", "ep": "1", "GB": "", "of": ""}
+    idle = {"cp": "1", "ep": "1", "expert dp": "", "GB": "", "of": ""}
     keep = [
         i for i, name in enumerate(header) if name not in idle or any(row[i] not in ("", idle[name]) for row in rows)
     ]
@@ -174,6 +175,7 @@ def _stage_json(plan: Plan, stage: Stage, report: MemoryReport | None) -> dict[s
         "with": stage.with_,
         "service": stage.service,
         **{axis: getattr(stage, axis) for axis in ("dp", "tp", "pp", "cp", "ep", "etp", "vp")},
+        "expert_dp": None if plan.model(stage.model).arch.moe is None else stage.expert_dp,
         "order": stage.order,
         "num_emus": stage.num_emus,
         "micro_batch": stage.micro_batch,

@@ -6,10 +6,11 @@ from functools import lru_cache
 
 
 @lru_cache(maxsize=1024)
-def num_units(
+def unit_of_dp(
     *, tp: int, cp: int, dp: int, ep: int, etp: int, num_shards: int, num_expert_shards: int, order: str
-) -> int:
-    """Complete units of a stage, each closed under tp, pp, cp, ep and the shard groups of every slot.
+) -> tuple[int, ...]:
+    """Number of the unit of every data-parallel rank; units are closed under tp, pp, cp, ep and the shard groups of
+    every slot, and numbered by their first rank.
 
     Expert ranks are the ranks of a pipeline stage counted anew in ``order``, as in ``Layout.expert_coordinates``: they
     may cross dp, and then data-parallel ranks belong together that without experts would be replicas.
@@ -35,7 +36,8 @@ def num_units(
         dense = _coordinate(rank, axes, sizes, "dp") // num_shards
         expert = _coordinate(rank, expert_axes, expert_sizes, "dp") // num_expert_shards
         root[find(num_dense + expert)] = find(dense)
-    return len({find(group) for group in range(num_dense)})
+    numbers: dict[int, int] = {}
+    return tuple(numbers.setdefault(find(rank // num_shards), len(numbers)) for rank in range(dp))
 
 
 def _coordinate(rank: int, axes: list[str], sizes: dict[str, int], wanted: str) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from nereus.ir.arch import Arch, Lora
 from nereus.ir.cluster import Cluster, Device
 from nereus.ir.diagnostic import Span
-from nereus.ir.emu import num_units
+from nereus.ir.emu import unit_of_dp
 from nereus.ir.units import DTYPE_BYTES
 
 #: Rank orders, fastest axis first. ``ep`` never changes where dense tensors lie (it is carved out of cp x dp).
@@ -148,9 +148,10 @@ class Stage:
         return max(1, self.tp * self.cp * self.dp // (self.ep * self.etp))
 
     @property
-    def num_emus(self) -> int:
-        """Complete replicas: sets of ranks closed under tp, pp, cp, ep and the shard groups of every slot."""
-        return num_units(
+    def unit_of_dp(self) -> tuple[int, ...]:
+        """Which complete replica each data-parallel rank belongs to: sets of ranks closed under tp, pp, cp, ep and the
+        shard groups of every slot."""
+        return unit_of_dp(
             tp=self.tp,
             cp=self.cp,
             dp=self.dp,
@@ -160,6 +161,11 @@ class Stage:
             num_expert_shards=min(self.num_shards, self.expert_dp),
             order=self.order,
         )
+
+    @property
+    def num_emus(self) -> int:
+        """Complete replicas."""
+        return max(self.unit_of_dp) + 1
 
     @property
     def unit_dp(self) -> int:

@@ -146,6 +146,7 @@ def _side(stage: Stage) -> dict[str, Any]:
         "zero": stage.zero,
         "fsdp": stage.fsdp,
         "order": stage.order,
+        "expert_dp": stage.expert_dp,
         "num_emus": stage.num_emus,
     }
 

@@ -90,6 +90,8 @@ def _degrees(stage: Stage, sides: Sequence[Stage]) -> str:
     for axis in ("pp", "cp", "ep", "etp", "vp"):
         if any(getattr(side, axis) > 1 for side in sides):
             shown.append(f"{axis} {getattr(stage, axis)}")
+    if any(side.ep > 1 for side in sides):
+        shown.append(f"expert dp {stage.expert_dp}")
     even = {(side.pp, side.pp_split) for side in sides}
     if len(even) > 1 and len({side.pp for side in sides}) == 1:
         shown.append(f"pp_split {'-'.join(map(str, stage.pp_split))}")

@@ -66,7 +66,7 @@ def _clean(part: str) -> str:
     # Meta writes Llama-3.2-1B and Meta-Llama-3-8B, others Llama3-8B or Llama-3-1-8B.
     part = re.sub(r"^meta-", "", part)
     part = re.sub(r"(?<![a-z])llama-?(\d)", r"llama-\1", part)
-    return re.sub(r"(?<![a-z])qwen-(\d)", r"qwen\1", part)
+    return re.sub(r"(?<![a-z])qwen-(\d(?:\.\d)?-)", r"qwen\1", part)
 
 
 def _simple(name: str) -> tuple[str, ...]:
