@@ -16,7 +16,7 @@ from nereus.models.tensors import logical_tensors
 
 #: Odd sizes: parameters end on no boundary, and groups need padding.
 ARCH = Arch(
-    family="llama", num_layers=2, hidden=12, num_heads=3, num_kv_heads=1, head_dim=4, ffn=21, vocab=37,
+    family="llama", num_layers=2, hidden=9, num_heads=3, num_kv_heads=1, head_dim=4, ffn=21, vocab=37,
 )  # fmt: skip
 NAMING = HfNaming(arch=ARCH)
 SHAPES = {t.name: matrix_shape(t.shape) for t in logical_tensors(ARCH)}
@@ -154,7 +154,10 @@ def config(stage: int, ranks: int, **changes: Any) -> dict[str, Any]:
         "gradient_clipping": 0.5,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_type": "linear"}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 0.002, "warmup_num_steps": 10, "warmup_type": "linear"},
+        },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         **changes,
@@ -164,8 +167,12 @@ def config(stage: int, ranks: int, **changes: Any) -> dict[str, Any]:
     return {key: value for key, value in made.items() if value is not None}
 
 
+def is_fp32(engine: Any) -> bool:
+    return not (engine.bfloat16_enabled() or engine.fp16_enabled())
+
+
 def build(stage: int, group: Group, *, seed: int = 0, groups: bool = False, frozen: str = "", **changes: Any) -> Any:
-    """An engine on this rank's part of ``group``. ``groups``: norms in a group of their own, without decay."""
+    """An engine on this rank's part of ``group``. ``groups``: norms in groups of their own."""
     import logging
 
     logging.disable(logging.WARNING)
@@ -173,6 +180,8 @@ def build(stage: int, group: Group, *, seed: int = 0, groups: bool = False, froz
     from deepspeed.utils import groups as ds_groups
 
     torch.set_num_threads(1)
+    # Else the first start on a machine compiles an extension for some minutes; gloo does the same work.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed("gloo", verbose=False)
     ds_groups.mpu = group
@@ -186,7 +195,9 @@ def build(stage: int, group: Group, *, seed: int = 0, groups: bool = False, froz
     if groups:
         parameters = [
             {"params": [p for p in trained if p.ndim > 1]},
-            {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
+            {"params": [p for p in trained if p.ndim == 1][:-1], "weight_decay": 0.0},
+            # Nine elements: the last of four ranks holds padding only.
+            {"params": [model.model.norm.weight], "weight_decay": 0.0, "betas": (0.8, 0.99)},
         ]
     return deepspeed.initialize(model=model, model_parameters=parameters, config=made, mpu=group)[0]
 
@@ -229,3 +240,34 @@ def whole_by_deepspeed(engine: Any) -> dict[tuple[str, str], torch.Tensor]:
             for key in ("exp_avg", "exp_avg_sq"):
                 found[name, key] = safe_get_full_optimizer_state(param, key).detach().clone().reshape(shape)
     return found
+
+
+def set_by_deepspeed(engine: Any, whole: dict[tuple[str, str], torch.Tensor], state: dict[str, Any]) -> None:
+    """``whole`` and counters into an engine through DeepSpeed's own setters. It must have trained a step, since
+    DeepSpeed makes the moments in the first one."""
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+    for name, param in engine.module.named_parameters():
+        if param.requires_grad:
+            shape = getattr(param, "ds_shape", param.shape)
+            safe_set_full_fp32_param(param, whole[name, "master"].reshape(shape))
+            for key in ("exp_avg", "exp_avg_sq"):
+                safe_set_full_optimizer_state(param, whole[name, key].reshape(shape), key)
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "update_lp_params"):
+        optimizer.update_lp_params()
+    else:
+        for number in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(number)
+        optimizer._partition_all_parameters()
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+    for values in optimizer.optimizer.state.values():
+        values["step"].fill_(state["groups"][0]["step"])
+    engine.lr_scheduler.load_state_dict(state["scheduler"]["state"])
+    engine.lr_scheduler._last_lr = [group["lr"] for group in state["groups"]]
+    for group, old in zip(optimizer.optimizer.param_groups, state["groups"], strict=True):
+        group["lr"] = old["lr"]
+    for key, value in (state["loss_scaler"] or {}).items():
+        if key != "dynamic":
+            setattr(optimizer.loss_scaler, key, value)
