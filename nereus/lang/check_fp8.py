@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from nereus.ir.plan import Model, Slot
@@ -19,11 +20,13 @@ def check_fp8(checker: DegreeChecker, model: Model, kind: str, fields: Mapping[s
     # Without expert parallelism experts are cut like everything else, in an engine whatever the plan says.
     follows = fields["ep"] == 1 and (fields["etp"] == tp or (kind == "generate" and fields["etp"] == 1))
     etp = None if follows else fields["etp"]
-    form = "stripes" if fields.get("backend") == "megatron" else "segments"
+    backend, engine = fields.get("backend"), fields.get("engine")
+    form = "stripes" if backend == "megatron" else "segments"
+    legal_tp = partial(legal_fp8_tp, arch, head=model.head, form=form, backend=backend if form == "stripes" else engine)
     reasons = fp8_refusals(arch, tp=tp, etp=etp, form=form)
     if not reasons:
         return
-    by_tp = legal_fp8_tp(arch, head=model.head, etp=etp, form=form)
+    by_tp = legal_tp(etp=etp)
     legal = ", ".join(map(str, by_tp)) or "none"
     notes = [*reasons, f"legal tp: {legal}"]
     degrees = f"tp = {tp}"
@@ -31,7 +34,7 @@ def check_fp8(checker: DegreeChecker, model: Model, kind: str, fields: Mapping[s
         degrees += f", etp = {etp}"
         notes.append(f"legal etp: {', '.join(map(str, legal_fp8_etp(arch, form=form))) or 'none'}")
     elif follows and arch.moe is not None:
-        apart = legal_fp8_tp(arch, head=model.head, etp=1, form=form)
+        apart = legal_tp(etp=1)
         notes.append(f"with ep above 1, which leaves experts whole: {', '.join(map(str, apart)) or 'none'}")
     checker.error(
         "NRS3027",

@@ -68,12 +68,19 @@ def fp8_refusals(arch: Arch, *, tp: int, etp: int | None = None, form: str = "se
 
 
 def legal_fp8_tp(
-    arch: Arch, *, head: str = "lm", etp: int | None = None, form: str = "segments", limit: int = 64
+    arch: Arch,
+    *,
+    head: str = "lm",
+    etp: int | None = None,
+    form: str = "segments",
+    backend: str | None = None,
+    limit: int = 64,
 ) -> tuple[int, ...]:
-    """Degrees that the model and its blocks allow. ``etp`` None: experts are cut like everything else."""
+    """Degrees that the model and its blocks allow. ``etp`` None: experts are cut like everything else. ``backend``: as
+    in ``tp_refusals``."""
     return tuple(
         tp
-        for tp in legal_tp(arch, head=head, limit=limit)
+        for tp in legal_tp(arch, head=head, limit=limit, backend=backend)
         if (etp is not None or arch.moe is None or arch.moe.expert_ffn % tp == 0)
         and not fp8_refusals(arch, tp=tp, etp=etp, form=form)
     )
