@@ -19,6 +19,8 @@ class JobStateError(ValueError):
 _RANK_WORDS = frozenset(
     ("rank", "ranks", "local", "device", "devices", "hostname", "pid", "world", "shard", "shards", "rng", "generator")
 )
+#: The other meaning of the word: lora_rank.
+_LOW_RANK = frozenset(("lora", "galore", "low"))
 _LAYOUT_NAMES = re.compile(r"(?:dp|tp|pp|cp|ep|parallel)_size|num_micro_?batches")
 _NUMBERED_DEVICE = re.compile(r"(?:cuda|hip|xpu|npu):[0-9]+")
 #: Marks of values that JSON has no notation for.
@@ -85,8 +87,10 @@ def _check_names(value: Mapping[object, object], path: str) -> None:
             continue
         if key.startswith("$"):
             raise JobStateError(f"{path}.{key}: names that start with $ are marks of values")
+        if "." in key:
+            continue  # a tensor's name, which may contain any word
         words = re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower())
-        if found := _RANK_WORDS.intersection(words):
+        if (found := _RANK_WORDS.intersection(words)) and not _LOW_RANK.intersection(words):
             raise JobStateError(
                 f"{path}.{key}: `{min(found)}` names a fact of one rank; it cannot be in the state of the job"
             )

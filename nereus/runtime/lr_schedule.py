@@ -11,8 +11,8 @@ from nereus.runtime.job_values import JobStateError, encode
 
 
 def capture(scheduler: Any) -> Schedule:
-    """The schedule of a torch ``LRScheduler`` or Megatron's ``OptimizerParamScheduler``. Functions (the lambdas of
-    LambdaLR) are code, not state: the new scheduler brings its own. Raises JobStateError for a schedule that drives
+    """The schedule of a torch or DeepSpeed scheduler or Megatron's ``OptimizerParamScheduler``. Functions (the lambdas
+    of LambdaLR) are code, not state: the new scheduler brings its own. Raises JobStateError for a schedule that drives
     the momentum too."""
     if getattr(scheduler, "cycle_momentum", False):
         raise JobStateError(f"{type(scheduler).__name__} cycles the momentum too, which is not carried over")
@@ -37,13 +37,13 @@ def bind(schedule: Schedule, scheduler: Any, optimizer: Any) -> None:
         raise JobStateError("the new scheduler drives another optimizer than the one that will train")
     groups: list[Any] = optimizer.param_groups
     state: dict[str, Any] = {name: _fitted(value, name, len(groups)) for name, value in schedule.state.items()}
-    lrs = _fitted(list(schedule.lrs), "lrs", len(groups)) if "_last_lr" in state else []
-    if hasattr(scheduler, "num_steps"):
-        # Megatron's adds what it loads to what it has.
-        scheduler.num_steps = 0
+    # Megatron's computes the rates of its groups, known by their own limits, when it loads.
+    computes = hasattr(scheduler, "num_steps")
+    lrs = [] if computes else _fitted(list(schedule.lrs), "lrs", len(groups))
+    if computes:
+        scheduler.num_steps = 0  # it adds what it loads to what it has
     scheduler.load_state_dict(_like(state, scheduler.state_dict()))
-    if "_last_lr" not in state:
-        # Megatron's computes the rates of all groups when it loads; a group may be absent from this rank.
+    if computes:
         if wrong := {float(group["lr"]) for group in groups}.difference(schedule.lrs):
             raise JobStateError(f"schedule.lrs: a group has the rate {wrong.pop()!r}, not one of {schedule.lrs}")
         lrs = [group["lr"] for group in groups]
@@ -55,6 +55,8 @@ def bind(schedule: Schedule, scheduler: Any, optimizer: Any) -> None:
             group["lr"] = lr
         if "base_lrs" in state:
             group["initial_lr"] = _like(state["base_lrs"][number], group.get("initial_lr"))
+    if "_last_lr" not in state and hasattr(scheduler, "_last_lr"):
+        scheduler._last_lr = list(lrs)  # DeepSpeed's answer from it, and do not save it
     after = _plain(scheduler.state_dict())
     for name, value in state.items():
         if encode(after.get(name), name) != encode(value, name):

@@ -10,6 +10,7 @@ from frameworks import cpu_shim
 from frameworks.harness import run
 from runtime.job_states import example
 
+from nereus.runtime.adapters.deepspeed import DeepSpeedAdapter
 from nereus.runtime.job_exchange import exchange
 from nereus.runtime.lr_schedule import bind, capture
 from nereus.runtime.rng_streams import RngPlace, live_streams, rederive, restore, snapshot, verify
@@ -104,7 +105,8 @@ def _rates(scheduler: Any, optimizer: Any, num_steps: int) -> list[list[tuple[fl
     for _ in range(num_steps):
         found.append([(group["lr"], group["weight_decay"]) for group in optimizer.param_groups])
         optimizer.step()
-        scheduler.step(increment=16)  # Megatron counts samples
+        # Megatron counts samples.
+        scheduler.step(**({"increment": 16} if hasattr(scheduler, "num_steps") else {}))
     return found
 
 
@@ -127,3 +129,47 @@ def _megatron_schedule(rank: int, world_size: int) -> tuple[list[Any], list[Any]
 def test_megatron_schedule_goes_on_where_ranks_join() -> None:
     for used, expected in run(3, _megatron_schedule):
         assert used == expected
+
+
+def _deepspeed_schedules(rank: int, world_size: int) -> None:
+    from deepspeed.runtime.lr_schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR
+
+    for kind, options in (
+        (WarmupLR, {"warmup_max_lr": 0.01, "warmup_num_steps": 7}),
+        (WarmupDecayLR, {"total_num_steps": 30, "warmup_max_lr": 0.01, "warmup_num_steps": 7}),
+        (WarmupCosineLR, {"total_num_steps": 30, "warmup_num_steps": 7}),
+    ):
+
+        def made(kind: Any = kind, options: Any = options) -> tuple[Any, Any]:
+            optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=0.02)
+            return kind(optimizer, **options), optimizer
+
+        unmoved = made()
+        expected = _rates(*unmoved, 20)
+        first, second = made(), made()
+        used = _rates(*first, 5)
+        bind(capture(first[0]), *second)
+        assert second[0].get_last_lr() == first[0].get_last_lr()
+        assert used + _rates(*second, 15) == expected, kind.__name__
+
+
+def test_deepspeed_schedules_go_on() -> None:
+    run(1, _deepspeed_schedules)
+
+
+def _engine_state(rank: int, world_size: int) -> tuple[bool, list[int]]:
+    """The job state of a trained engine, stored, and given to a rank that claims to have none."""
+    from frameworks.deepspeed_engines import NAMING, Group, build, train
+
+    engine = build(2, Group(world_size), groups=True)
+    train(engine, 0, 2)
+    trainer = DeepSpeedAdapter(engine, NAMING).job_state()
+    state = example()
+    mine = replace(state, models=(replace(state.models[0], num_updates=2, trainer=trainer), *state.models[1:]))
+    got = exchange(mine if rank == 1 else None).model("actor").trainer
+    groups: Any = got["groups"]
+    return got == trainer, [group["step"] for group in groups]
+
+
+def test_what_the_deepspeed_adapter_adds_is_state_of_the_job() -> None:
+    assert run(2, _engine_state) == [(True, [2, 2, 2])] * 2

@@ -111,6 +111,17 @@ def test_facts_of_a_rank_or_a_layout_are_refused(trainer: dict[str, object], mes
         dumps(replace(state, models=models))
 
 
+def test_words_of_models_are_no_facts_of_a_rank() -> None:
+    trainer = {
+        "tensors": {"generator.local_rank.weight": 0},
+        "lora_rank": 16,
+        "weight_decay": 0.1,
+        "parameters": ("a",),
+    }
+    state = replace(example(), models=(replace(example().models[0], trainer=trainer),))
+    assert loads(dumps(state)) == state
+
+
 def test_a_tensor_is_refused() -> None:
     torch = pytest.importorskip("torch")
     state = example()
