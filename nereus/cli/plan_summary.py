@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from nereus.cli.output import GLUE, Output, table, wrap
-from nereus.ir.plan import Plan, Stage
+from nereus.ir.plan import Model, Plan, Stage
 from nereus.ir.units import GB, TIB, format_gb
 from nereus.lang.ranges import compress_devices, compress_names
 from nereus.models.memory.activations import batch_of
+from nereus.models.tensors import num_params
 
 if TYPE_CHECKING:
     from nereus.models.memory import HostRow, MemoryReport, MemoryRow
@@ -29,7 +30,7 @@ def summary_json(plan: Plan, report: MemoryReport | None) -> dict[str, Any]:
         "num_nodes": len(plan.cluster.nodes),
         "num_gpus": len(plan.cluster.devices),
         "lost_nodes": list(plan.cluster.lost),
-        "models": [{"name": m.name, "source": m.source, "head": m.head, "frozen": m.frozen} for m in plan.models],
+        "models": [_model_json(m) for m in plan.models],
         "workload": {
             "algorithm": plan.workload.algorithm,
             "mode": plan.workload.mode,
@@ -74,13 +75,29 @@ def assumptions(stage: Stage) -> dict[str, str]:
     return assumed
 
 
+def _model_json(model: Model) -> dict[str, Any]:
+    found: dict[str, Any] = {"name": model.name, "source": model.source, "head": model.head, "frozen": model.frozen}
+    if model.lora is None:
+        return found
+    trained = num_params(model.arch, model.head, model.lora, trainable=True)
+    lora = {"rank": model.lora.rank, "alpha": model.lora.alpha, "targets": list(model.lora.targets)}
+    return {**found, "lora": {**lora, "num_trained": trained}}
+
+
+def _adapter(model: Model) -> str:
+    if model.lora is None:
+        return ""
+    trained = num_params(model.arch, model.head, model.lora, trainable=True)
+    return f" (LoRA of rank {model.lora.rank}: {trained:,} parameters)"
+
+
 def _facts(plan: Plan) -> list[str]:
     kinds: dict[str, list[str]] = {}
     for node in plan.cluster.nodes:
         kinds.setdefault(f"{node.num_gpus} x {node.gpu.id}", []).append(node.name)
     nodes = "; ".join(f"{', '.join(compress_names(names))}: {kind}" for kind, names in kinds.items())
     lost = f"; lost: {', '.join(plan.cluster.lost)}" if plan.cluster.lost else ""
-    models = ", ".join(f"{model.name} {model.source}" for model in plan.models)
+    models = ", ".join(f"{model.name} {model.source}{_adapter(model)}" for model in plan.models)
     work = plan.workload
     step = f"{work.num_samples:,} samples a step, {work.mini_batch:,} an update"
     return [
