@@ -48,7 +48,8 @@ ENTRIES = (
         title="tp that the model does not allow",
         cause=(
             "Tensor parallelism cuts attention heads, the MLP and the vocabulary, and tp must divide all of them; kv "
-            "heads may also be copied when tp is a multiple of them."
+            "heads may also be copied when tp is a multiple of them. Megatron pads the vocabulary so that it always "
+            "divides, vLLM and SGLang to a multiple of 64; the others do not pad it."
         ),
         example=one(
             "stage actor.train { on = n0  tp = 8 }",
@@ -80,12 +81,15 @@ ENTRIES = (
         title="pp that would lose layers",
         cause="The layers do not divide by pp, and frameworks that round down would silently train a smaller model.",
         example=one("stage actor.train { on = n0.gpu[0-2]  pp = 3 }", workload="algorithm = sft  prompts = 96"),
-        fix="Use a pp that divides the layers, or say how they are split: pp_split = (11, 11, 10).",
+        fix="Use a pp that divides the layers, or say how they are split: pp_split = (11, 11, 10) or (10, rest).",
     ),
     CodeEntry(
         code="NRS3009",
         title="pp_split that does not come out",
-        cause="pp_split lists the layers of each pipeline stage: pp numbers that add up to the model's layers.",
+        cause=(
+            "pp_split lists the layers of each pipeline stage, pp numbers that add up to the model's layers; `rest` in it "
+            "stands for the stages between, which share what is left evenly. With vp, pp x vp numbers list each chunk."
+        ),
         example=one("stage actor.train { on = n0  pp = 2  pp_split = (17, 16) }"),
         fix="Correct the numbers; pp_split = default returns to an even split.",
     ),
@@ -99,7 +103,10 @@ ENTRIES = (
     CodeEntry(
         code="NRS3011",
         title="fsdp that does not divide dp",
-        cause="fsdp = N shards over groups of N data-parallel ranks, so N must divide dp.",
+        cause=(
+            "fsdp = N shards over groups of N data-parallel ranks, so N must divide dp; experts are sharded over groups of "
+            "at most N expert-dp ranks, which must divide too."
+        ),
         example=one("stage actor.train { on = n0  fsdp = 3 }"),
         fix="Use a divisor of dp, or fsdp = full.",
     ),
@@ -146,7 +153,7 @@ ENTRIES = (
         title="vp that does not come out",
         cause="vp cuts the layers of each pipeline stage into equal chunks; it needs pp above 1 and must divide them.",
         example=one("stage actor.train { on = n0  pp = 2  vp = 3 }"),
-        fix="Use one of the legal numbers listed.",
+        fix="Use one of the legal numbers listed, or give the layers of every chunk: pp x vp numbers in pp_split.",
     ),
     CodeEntry(
         code="NRS3018",
