@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from frameworks.harness import RunFailed, run
+from frameworks.sleeper import sleep
 
 
 @dataclass(frozen=True)
@@ -35,13 +34,6 @@ def _one_fails(rank: int, world_size: int) -> None:
     if rank == 1:
         raise ValueError("the reason of rank one")
     dist.barrier()
-
-
-def _child_and_sleep(rank: int, world_size: int, folder: str) -> None:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    Path(folder, f"pid-{rank}").write_text(str(child.pid))
-    print("asleep", rank)
-    time.sleep(600)
 
 
 def _talkative(rank: int, world_size: int) -> int:
@@ -75,8 +67,8 @@ def test_failure_names_the_cause_and_ends_the_others() -> None:
 
 
 def test_time_is_over_and_grandchildren_are_gone(tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match="not done after 8 s") as caught:
-        run(2, _child_and_sleep, str(tmp_path), timeout=8)
+    with pytest.raises(RunFailed, match="not done after 6 s") as caught:
+        run(2, sleep, str(tmp_path), timeout=6, init=False)
     assert "asleep 0" in str(caught.value) and "asleep 1" in str(caught.value)
     for rank in range(2):
         stat = Path("/proc", (tmp_path / f"pid-{rank}").read_text(), "stat")
