@@ -88,7 +88,8 @@ ENTRIES = (
         title="pp_split that does not come out",
         cause=(
             "pp_split lists the layers of each pipeline stage, pp numbers that add up to the model's layers; `rest` in "
-            "it stands for the stages between, which share what is left evenly. With vp, pp x vp numbers list each chunk."
+            "it stands for the stages between, which share what is left evenly. With vp, pp x vp numbers list the "
+            "chunks."
         ),
         example=one("stage actor.train { on = n0  pp = 2  pp_split = (17, 16) }"),
         fix="Correct the numbers; pp_split = default returns to an even split.",
@@ -104,8 +105,8 @@ ENTRIES = (
         code="NRS3011",
         title="fsdp that does not divide dp",
         cause=(
-            "fsdp = N shards over groups of N data-parallel ranks, so N must divide dp; experts are sharded over groups "
-            "of at most N expert-dp ranks, which must divide too."
+            "fsdp = N shards over groups of N data-parallel ranks, so N must divide dp; experts are sharded over "
+            "groups of at most N expert-dp ranks, which must divide too."
         ),
         example=one("stage actor.train { on = n0  fsdp = 3 }"),
         fix="Use a divisor of dp, or fsdp = full.",
