@@ -19,7 +19,8 @@ ARCH = Arch(
     family="llama", num_layers=2, hidden=9, num_heads=3, num_kv_heads=1, head_dim=4, ffn=21, vocab=37,
 )  # fmt: skip
 NAMING = HfNaming(arch=ARCH)
-SHAPES = {t.name: matrix_shape(t.shape) for t in logical_tensors(ARCH)}
+TENSORS = logical_tensors(ARCH)
+SHAPES = {t.name: matrix_shape(t.shape) for t in TENSORS}
 #: Samples of one optimizer update, and their length.
 BATCH, LENGTH = 12, 5
 
@@ -182,6 +183,9 @@ def build(stage: int, group: Group, *, seed: int = 0, groups: bool = False, froz
     torch.set_num_threads(1)
     # Else the first start on a machine compiles an extension for some minutes; gloo does the same work.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if changes.get("fp16"):  # torch computes in fp16 on a CPU, slowly; DeepSpeed asks for special instructions
+        accelerator = deepspeed.accelerator.get_accelerator()
+        type(accelerator).is_fp16_supported = lambda self: True
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed("gloo", verbose=False)
     ds_groups.mpu = group
@@ -204,6 +208,9 @@ def build(stage: int, group: Group, *, seed: int = 0, groups: bool = False, froz
 
 def train(engine: Any, first: int, steps: int) -> list[tuple[float, float, float]]:
     """(mean loss, lr, gradient norm) of each update; the samples depend on the update's number alone."""
+    from deepspeed.utils import groups as ds_groups
+
+    ds_groups.mpu = engine.mpu  # a global: DeepSpeed expects one engine in a process
     found = []
     for step in range(first, first + steps):
         ids = torch.randint(0, ARCH.vocab, (BATCH, LENGTH), generator=torch.Generator().manual_seed(100 + step))
@@ -232,6 +239,7 @@ def whole_by_deepspeed(engine: Any) -> dict[tuple[str, str], torch.Tensor]:
     """Masters and moments as DeepSpeed's own accessors give them: the independent oracle. Collective."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+    _link(engine)
     found = {}
     for name, param in engine.module.named_parameters():
         if param.requires_grad:
@@ -242,17 +250,36 @@ def whole_by_deepspeed(engine: Any) -> dict[tuple[str, str], torch.Tensor]:
     return found
 
 
+def _link(engine: Any) -> None:
+    """DeepSpeed 0.19.8 links the moments of all parameter groups when the first one has stepped: those of the others
+    do not exist then, and its accessors do not find them."""
+    if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+
 def set_by_deepspeed(engine: Any, whole: dict[tuple[str, str], torch.Tensor], state: dict[str, Any]) -> None:
     """``whole`` and counters into an engine through DeepSpeed's own setters. It must have trained a step, since
     DeepSpeed makes the moments in the first one."""
-    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+    from deepspeed import utils
 
+    _link(engine)
     for name, param in engine.module.named_parameters():
-        if param.requires_grad:
-            shape = getattr(param, "ds_shape", param.shape)
-            safe_set_full_fp32_param(param, whole[name, "master"].reshape(shape))
-            for key in ("exp_avg", "exp_avg_sq"):
-                safe_set_full_optimizer_state(param, whole[name, key].reshape(shape), key)
+        if not param.requires_grad:
+            continue
+        for key in ("master", "exp_avg", "exp_avg_sq"):
+            value, state_key = whole[name, key].reshape(-1), () if key == "master" else (key,)
+            if hasattr(param, "ds_id"):
+                # The setters of whole values fail where the ranks do not divide a parameter; those of parts do not.
+                size, rank = param.ds_tensor.ds_numel, param.ds_zero_partition_rank
+                part = torch.zeros(size)
+                held = value[rank * size : (rank + 1) * size]
+                part[: held.numel()] = held
+                by_part = utils.safe_set_local_optimizer_state if state_key else utils.safe_set_local_fp32_param
+                by_part(param, part, *state_key)
+            else:
+                by_whole = utils.safe_set_full_optimizer_state if state_key else utils.safe_set_full_fp32_param
+                by_whole(param, value.reshape(param.shape), *state_key)
     optimizer = engine.optimizer
     if hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()

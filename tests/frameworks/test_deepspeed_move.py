@@ -12,7 +12,7 @@ import torch.distributed as dist
 from frameworks.deepspeed_engines import (
     BATCH,
     NAMING,
-    SHAPES,
+    TENSORS,
     Group,
     build,
     is_fp32,
@@ -24,7 +24,8 @@ from frameworks.deepspeed_engines import (
 from frameworks.harness import run
 
 from nereus.runtime.adapters.base import Binding
-from nereus.runtime.adapters.whole import gather, pieces, scatter
+from nereus.runtime.adapters.whole import pieces
+from nereus.runtime.live import move
 
 pytest.importorskip("deepspeed")
 
@@ -45,15 +46,6 @@ def _broadcast(value: Any) -> Any:
     found = [value]
     dist.broadcast_object_list(found, src=0)
     return found[0]
-
-
-def _move(old: Binding | None, new: Binding | None) -> None:
-    """Ranks without an engine in a layout pass None."""
-    bindings: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(bindings, old)
-    whole = gather([binding for binding in bindings if binding is not None], SHAPES)
-    if new is not None:
-        scatter(whole, new)
 
 
 def _equal(left: Binding, right: Binding) -> None:
@@ -90,7 +82,7 @@ def _chain(rank: int, world: int, first: At, *others: At) -> list[Any]:
         moved = build(at.stage, new_group, seed=10 + number, **at.changes)
         target = DeepSpeedAdapter(moved, NAMING, derive_weights=at.derive)
         new = target.bind()
-        _move(old if group.inside else None, new if new_group.inside else None)
+        move(old if group.inside else None, new if new_group.inside else None, TENSORS)
         if not new_group.inside:  # its engine is another job; it only takes part in DeepSpeed's global barriers
             state = target.job_state()
         target.finish(state)

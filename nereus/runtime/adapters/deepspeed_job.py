@@ -80,9 +80,11 @@ def scaler_state(engine: Any) -> dict[str, object] | None:
     scaler = _scaler(engine)
     if scaler is None:
         return None
-    dynamic = bool(getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False)))
+    if not getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False)):
+        # Set by the configuration; without fp16 some optimizers have one that scales by 1, others none.
+        return None if scaler.cur_scale == 1.0 else {"dynamic": False, "cur_scale": float(scaler.cur_scale)}
     values = {key: getattr(scaler, key) for key in SCALER if getattr(scaler, key, None) is not None}
-    return {"dynamic": dynamic, **{key: _plain(value) for key, value in values.items()}}
+    return {"dynamic": True, **{key: _plain(value) for key, value in values.items()}}
 
 
 def write(engine: Any, layout: EngineLayout, state: Mapping[str, Any]) -> None:
