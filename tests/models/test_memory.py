@@ -69,7 +69,8 @@ def test_the_4k_plan_that_fits() -> None:
     report = steady_state(ppo_8b_4k())
     train, learn = report.worst("actor.train"), report.worst("critic.train")
     assert (_gb(train.need_bytes), _gb(train.part_bytes("logits"))) == (62.6, 4.2)
-    assert (_gb(learn.need_bytes), _gb(learn.part_bytes("actor.train resident"))) == (70.4, 28.1)
+    assert (_gb(learn.need_bytes), _gb(learn.part_bytes("actor.train resident"))) == (70.5, 28.1)
+    # 256 rows of padding in both models: 128256 rows are padded to a multiple of 128 x tp.
     assert learn.part_bytes("logits") == 0, "a value head has no vocabulary"
     assert report.fits
 

@@ -6,10 +6,11 @@ data parallelism the largest shard stands for all: the allocation that must fit 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from nereus.ir.arch import Arch, Lora
+from nereus.ir.layout import SHARD_NONE, Layout, layout_of
 from nereus.ir.plan import Stage
 from nereus.ir.tensor import LogicalTensor
 from nereus.models.slots import slot_applies
@@ -73,8 +74,12 @@ def local_shapes(
     optimizer: str | None = None,
 ) -> tuple[LocalShapes, ...]:
     """One per pipeline coordinate of ``stage``: the tensors that have ``slot``. ``gradients``: those that train."""
-    split = stage.pp_split or _even(arch, stage.pp)
-    return _local_shapes(arch, head, lora, _alike(slot, optimizer), stage.tp, stage.ep, expert_tp(stage), split)
+    if not stage.pp_split:
+        stage = replace(stage, pp_split=_even(arch, stage.pp))
+    layout = layout_of(stage, experts=arch.moe is not None)
+    # What a rank holds before anything is sharded over dp: alike for every dp and shard rule.
+    layout = replace(layout, dp=1, cp=1, num_shards=1, weight_shards=SHARD_NONE, optimizer_shards=SHARD_NONE, order="")
+    return _local_shapes(arch, head, lora, _alike(slot, optimizer), layout)
 
 
 def _alike(slot: str, optimizer: str | None) -> tuple[str, str | None]:
@@ -109,31 +114,25 @@ def _even(arch: Arch, pp: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=512)
 def _local_shapes(
-    arch: Arch,
-    head: str,
-    lora: Lora | None,
-    slot: tuple[str, str | None],
-    tp: int,
-    ep: int,
-    etp: int,
-    pp_split: tuple[int, ...],
+    arch: Arch, head: str, lora: Lora | None, slot: tuple[str, str | None], layout: Layout
 ) -> tuple[LocalShapes, ...]:
-    first_layer, pipeline = 0, []
+    pipeline = []
     by_layer = _by_layer(arch, head, lora, slot)
-    for index, num_layers in enumerate(pp_split):
-        layers = range(first_layer, first_layer + num_layers)
-        first_layer += num_layers
+    held: list[list[int]] = [[] for _ in range(layout.pp)]
+    for layer in range(arch.num_layers):
+        held[layout.pipeline_stage_of_layer(layer)].append(layer)
+    for index, layers in enumerate(held):
         dense: dict[tuple[int, int], int] = {}
         expert: dict[tuple[int, int], int] = {}
         sizes, num_expert_layers = [], 0
         for layer in layers:
             size, has_experts = 0, False
             for tensor in by_layer.get(layer, ()):
-                rows, cols = _box(tensor, tp, etp)
+                rows, cols = _box(tensor, layout)
                 # Experts are numbered globally and divided over ep in equal runs; the fullest rank has the first run.
                 if tensor.expert is None:
                     _count(dense, rows, cols)
-                elif tensor.expert < -(-_num_experts(arch) // ep):
+                elif tensor.expert < -(-_num_experts(arch) // layout.ep):
                     _count(expert, rows, cols)
                     has_experts = True
                 else:
@@ -143,15 +142,15 @@ def _local_shapes(
             num_expert_layers += has_experts
         ends = 0
         for tensor in by_layer[None]:
-            if (tensor.first and index == 0) or (tensor.last and index == len(pp_split) - 1):
-                rows, cols = _box(tensor, tp, etp)
+            if (tensor.first and index == 0) or (tensor.last and index == layout.pp - 1):
+                rows, cols = _box(tensor, layout)
                 _count(dense, rows, cols)
                 ends += rows * cols
         pipeline.append(
             LocalShapes(
                 dense=tuple((rows, cols, count) for (rows, cols), count in dense.items()),
                 expert=tuple((rows, cols, count) for (rows, cols), count in expert.items()),
-                num_layers=num_layers,
+                num_layers=len(layers),
                 num_expert_layers=num_expert_layers,
                 largest_layer=max(sizes, default=0),
                 ends=ends,
@@ -180,12 +179,18 @@ def _count(counts: dict[tuple[int, int], int], rows: int, cols: int) -> None:
     counts[rows, cols] = counts.get((rows, cols), 0) + 1
 
 
-def _box(tensor: LogicalTensor, tp: int, etp: int) -> tuple[int, int]:
-    """(rows, cols) of the part on one rank; a vector is n x 1."""
+def _box(tensor: LogicalTensor, layout: Layout) -> tuple[int, int]:
+    """(rows, cols) of the part on the fullest rank, padding of the vocabulary included; a vector is n x 1."""
     rows, cols = tensor.shape[0], tensor.numel // tensor.shape[0]
     if tensor.cut is None:
         return rows, cols
-    degree = etp if tensor.expert is not None else tp
+    degree = layout.expert_tp if tensor.expert is not None else layout.tp
     extent = tensor.shape[tensor.cut.dim]
-    start, stop = tensor.cut.interval(extent, degree, 0)
-    return (stop - start, cols) if tensor.cut.dim == 0 else (rows, cols // extent * (stop - start))
+    if tensor.cut.vocab and layout.vocab_multiple:
+        size = -(-extent // layout.vocab_multiple) * layout.vocab_multiple // degree
+    elif tensor.cut.fused is not None and layout.raw_rows:  # of the fused rows all ranks have as many
+        size = -(-extent // degree)
+    else:
+        start, stop = tensor.cut.interval(extent, degree, 0)
+        size = stop - start
+    return (size, cols) if tensor.cut.dim == 0 else (rows, cols // extent * size)
