@@ -11,12 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nereus.ir.arch import Lora
 from nereus.ir.diagnostic import Diagnostic, Severity
 from nereus.lang.api import resolve_text
 from nereus.lang.catalog.entry import CodeEntry
 from nereus.lang.catalog.imports import ENTRIES
 from nereus.lang.importers.result import ImportResult
 from nereus.lang.importers.verl import import_verl
+from nereus.models.memory.state import copies
 
 SCRIPTS = sorted((Path(__file__).resolve().parents[1] / "data" / "verl").glob("*.sh"))
 RUN = (
@@ -124,8 +126,53 @@ def test_kl_in_reward_needs_a_reference_and_lora_does_not() -> None:
     kl = f"{GRPO} algorithm.use_kl_in_reward=True"
     assert "ref.infer" in text_of(import_verl(kl, path="a.sh"))
     result = import_verl(f"{kl} actor_rollout_ref.model.lora_rank=32", path="a.sh")
+    assert codes(result) == []
+    plan = resolve_text(text_of(result), path="p.plan").plan
+    assert plan is not None
+    assert plan.model("actor").lora == Lora(rank=32, alpha=16.0)
+    assert plan.model("ref").lora is None and plan.stage("ref.infer").with_ == "actor.train"
+    (trainer,) = [copy for copy in copies(plan) if copy.owner.name == "actor.train"]
+    assert plan.stage("ref.infer") in trainer.users
+
+
+@pytest.mark.parametrize(
+    ("keys", "targets"),
+    [
+        ("actor_rollout_ref.model.target_modules=[v_proj,q_proj]", ("q_proj", "v_proj")),
+        ("actor_rollout_ref.model.target_modules=all-linear", ()),
+    ],
+)
+def test_targets_of_an_adapter(keys: str, targets: tuple[str, ...]) -> None:
+    result = import_verl(
+        f"{GRPO} actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.model.lora_alpha=32 {keys}", path="a.sh"
+    )
+    assert codes(result) == []
+    plan = resolve_text(text_of(result), path="p.plan").plan
+    assert plan is not None and plan.model("actor").lora == Lora(rank=8, alpha=32.0, targets=targets)
+
+
+def test_a_critic_may_have_an_adapter_too() -> None:
+    script = RUN + "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 critic.ppo_micro_batch_size_per_gpu=4 "
+    result = import_verl(f"{script} critic.model.path=Qwen/Qwen2.5-7B critic.model.lora_rank=8", path="a.sh")
+    assert codes(result) == []
+    plan = resolve_text(text_of(result), path="p.plan").plan
+    assert plan is not None
+    assert plan.model("critic").lora == Lora(rank=8, alpha=16.0) and plan.model("critic").head == "value"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        "actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.model.target_modules=.*_proj",
+        "actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B",
+        "+actor_rollout_ref.model.lora.rank=8 algorithm.use_kl_in_reward=True",
+        "actor_rollout_ref.model.lora_rank=8 +actor_rollout_ref.model.exclude_modules=.*visual.*",
+    ],
+)
+def test_adapters_that_are_not_carried_over(keys: str) -> None:
+    result = import_verl(f"{GRPO} {keys}", path="a.sh")
     assert codes(result) == ["NRS2508"]
-    assert "ref.infer" not in text_of(result)
+    assert "lora" not in text_of(result) and "ref.infer" not in text_of(result)
 
 
 def test_old_micro_batch_key_counts_all_ranks() -> None:

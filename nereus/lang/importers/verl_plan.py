@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from nereus.ir.arch import Arch
 from nereus.ir.diagnostic import Severity
@@ -19,6 +20,7 @@ from nereus.lang.importers.verl_layout import (
     pipeline_split,
     warn_mismatch,
 )
+from nereus.lang.importers.verl_lora import lora_block, lora_rank
 from nereus.lang.importers.verl_models import Models
 from nereus.lang.importers.verl_pools import DEFAULT_GPU, Nodes, Pool, read_pools
 
@@ -44,11 +46,15 @@ class PlanWriter:
         pools = read_pools(self.launch, self.nodes_asked, self.cluster)
         train = pools.train
         actor = self.models.declare("actor", f"{_AOR}.model.path", "")
-        has_ref = self._has_reference()
+        adapted = self._adapter(f"{_AOR}.model", actor, "")
+        has_ref = self._has_reference() and (adapted or not self._lora_rank())
         if has_ref:
-            self.models.entries.append(Entry(text="model ref = actor { frozen = true }"))
+            without = "  lora = none" if adapted else ""
+            self.models.entries.append(Entry(text=f"model ref = actor {{ frozen = true{without} }}"))
         has_critic = self._has_critic()
         critic = self.models.declare("critic", "critic.model.path", "{ head = value }") if has_critic else None
+        if has_critic:
+            self._adapter("critic.model", critic, "head = value")
         has_reward = config.flag("reward_model.enable")
         if has_reward:
             self.models.declare("reward", "reward_model.model.path", "{ head = value  frozen = true }")
@@ -58,7 +64,9 @@ class PlanWriter:
         )
         stages.append(trainer)
         stages.append(self._logprob(train))
-        if has_ref:
+        if has_ref and adapted:
+            stages.append(self._bare_actor(train))
+        elif has_ref:
             stages.append(self._reference(train, actor, trainer_layout))
         if has_critic:
             fsdp = "critic.model.fsdp_config"
@@ -80,10 +88,7 @@ class PlanWriter:
     # -- roles ---------------------------------------------------------------------------------------------------------
 
     def _has_reference(self) -> bool:
-        config = self.config
-        if not (config.flag(f"{_ACTOR}.use_kl_loss") or config.flag("algorithm.use_kl_in_reward")):
-            return False
-        return self._lora_rank() <= 0  # verl switches the adapters off instead of keeping a second copy
+        return self.config.flag(f"{_ACTOR}.use_kl_loss") or self.config.flag("algorithm.use_kl_in_reward")
 
     def _has_critic(self) -> bool:
         if self.config.text("critic.enable") is not None:
@@ -91,8 +96,27 @@ class PlanWriter:
         return (self.config.text("algorithm.adv_estimator") or "gae").lower() == "gae"
 
     def _lora_rank(self) -> int:
-        config = self.config
-        return config.integer(f"{_AOR}.model.lora_rank") or config.integer(f"{_AOR}.model.lora.rank") or 0
+        return lora_rank(self.config, f"{_AOR}.model")
+
+    def _adapter(self, prefix: str, arch: Arch | None, body: str) -> bool:
+        """Gives the model declared last its adapter. False where it has none, or one that a plan does not express."""
+        if not (rank := lora_rank(self.config, prefix)):
+            return False
+        text, why = lora_block(self.config, prefix, arch)
+        if text is not None:
+            last = self.models.entries[-1]
+            head = last.text.partition(" {")[0]
+            self.models.entries[-1] = replace(last, text=f"{head} {{ {body}{'  ' if body else ''}{text} }}")
+            return True
+        bare = prefix.startswith(_AOR)
+        self.reports.add(
+            "NRS2508",
+            Severity.WARNING,
+            f"LoRA (rank {rank}) is not carried over, {why}: the plan describes training of all parameters",
+            self.config.place(f"{prefix}.lora_rank") or self.config.place(f"{prefix}.lora.rank"),
+            label="with adapters the reference is the base model itself, so there is no ref stage" if bare else "",
+        )
+        return False
 
     # -- workload ------------------------------------------------------------------------------------------------------
 
@@ -256,6 +280,14 @@ class PlanWriter:
             dp=dp,
         )
 
+    def _bare_actor(self, pool: Pool) -> Block:
+        """With adapters verl switches them off instead of keeping a second copy."""
+        block = Block(header="stage ref.infer")
+        block.add("with", "actor.train", "the actor with its adapter switched off")
+        worker = self._worker(_ACTOR, f"{_ACTOR}.fsdp_config", f"{_ACTOR}.megatron", trains=True)
+        self._forward_batch(block, f"{_ROLLOUT}.log_prob", data_parallel(self.config, worker, pool.gpus))
+        return block
+
     def _reference(self, pool: Pool, arch: Arch | None, actor_layout: dict[str, str]) -> Block:
         """verl holds the reference as a second module in the actor's worker processes."""
         config = self.config
@@ -345,14 +377,6 @@ class PlanWriter:
 
     def _global_remarks(self) -> None:
         config = self.config
-        if (rank := self._lora_rank()) > 0:
-            self.reports.add(
-                "NRS2508",
-                Severity.WARNING,
-                f"LoRA (rank {rank}) is not carried over: the plan describes training of all parameters",
-                config.place(f"{_AOR}.model.lora_rank") or config.place(f"{_AOR}.model.lora.rank"),
-                label="with adapters the reference is the base model itself, so there is no ref stage",
-            )
         device = config.text("trainer.device")
         if device not in (None, "cuda"):
             self.reports.add(
