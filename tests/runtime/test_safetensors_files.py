@@ -23,6 +23,7 @@ from nereus.runtime.adapters import publish, safetensors_files, safetensors_writ
 from nereus.runtime.adapters.base import DTYPE_NAMES, BindError, Binding, BindingBuilder  # noqa: E402
 from nereus.runtime.adapters.regions import Claim, area, claims, copy_regions, difference, intersection, logical_shapes  # noqa: E402
 from nereus.runtime.adapters.whole import Whole, gather, scatter  # noqa: E402
+from nereus.runtime.live import move_here  # noqa: E402
 
 DENSE = Arch(
     family="qwen2", num_layers=2, hidden=16, num_heads=4, num_kv_heads=2, head_dim=4, ffn=24, vocab=20, qkv_bias=True
@@ -424,3 +425,15 @@ def test_dtype_names_of_the_format_cover_ours() -> None:
     from nereus.runtime.adapters.safetensors_header import TO_FORMAT
 
     assert set(TO_FORMAT) == set(DTYPE_NAMES.values())
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+@pytest.mark.parametrize("arch", [DENSE, TIED, EXPERTS], ids=lambda arch: arch.family)
+def test_a_checkpoint_is_a_source_of_a_move(tmp_path: Path, arch: Arch, readers: int) -> None:
+    """Where only some processes see the path, the compiler moves from those: 2 ranks from 1 or 2 readers."""
+    tensors = weights(arch)
+    write_by_hand(tmp_path / "model.safetensors", tensors)
+    naming, new = HfNaming(arch=arch), [tp_rank(arch, 2, rank) for rank in range(2)]
+    sources = [safetensors_files.bind(tmp_path, naming, rank=rank) if rank < readers else None for rank in range(2)]
+    move_here(sources, new, logical_tensors(arch))
+    assert equal(gather(new, logical_shapes(arch)), as_whole(tensors))
