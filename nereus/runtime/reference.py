@@ -239,8 +239,10 @@ def _tp_part(
         padded = torch.nn.functional.pad(whole, (0, 0, 0, missing))
         start = rank * (len(padded) // tp)
         return whole[start : min(start + len(padded) // tp, len(whole))]
-    names = [tensor.name.replace(tensor.name.split(".")[-2], p) for p in ("q_proj", "k_proj", "v_proj")]
-    if stage.backend == "megatron" and tensor.name in names and names[1] in all_whole:
+    heads = ("q_proj", "k_proj", "v_proj")
+    own = next((part for part in tensor.name.split(".") if part in heads), "")
+    names = [tensor.name.replace(own, p) for p in heads] if own else []
+    if stage.backend == "megatron" and own and all(name in all_whole for name in names):
         parts = []
         for number, name in enumerate(names):
             rows = all_whole[name]

@@ -133,22 +133,21 @@ ENTRIES: tuple[CodeEntry, ...] = (
     ),
     CodeEntry(
         code="NRS5006",
-        title="experts with a layout of their own cannot be moved yet",
+        title="experts that are spread inside FSDP have no known layout",
         cause=(
-            "With ep > 1, or experts cut otherwise than the dense tensors (etp other than tp), every expert lies "
-            "elsewhere than tp and pp say. The compiler has no layout for that yet, and a wrong guess would lose "
-            "experts silently."
+            "With ep > 1 and fsdp together, frameworks shard an expert by expert, by row or not at all, each in its "
+            "own way. No rule holds for all of them, and a wrong guess would lose experts silently."
         ),
         example=_two(
             plan(
-                "stage actor.train { on = n0  tp = 1  ep = 8  zero = 1  recompute = full  micro_batch = 1 }",
+                "stage actor.train { on = n0  tp = 1  ep = 8  fsdp = 8  recompute = full  micro_batch = 1 }",
                 cluster='node n0 { gpus = 8 x "h200-sxm-141gb" }',
                 models='model actor = "qwen3-30b-a3b"',
             ),
             'extends "old.plan"\nstage actor.train { ep = 4 }\n',
         ),
         command="diff",
-        fix="Change such a stage through a checkpoint. Plans with experts still parse, resolve and check.",
+        fix="Write ep = 1 with fsdp, or zero = 1 with ep; or describe the live objects, which needs no rule.",
     ),
     CodeEntry(
         code="NRS5007",
