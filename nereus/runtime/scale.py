@@ -70,18 +70,28 @@ def scale_plans(plans: Sequence[Plan], scale: Scale | str) -> tuple[Plan, ...]:
             models[name, arch] = scale_arch(arch, scale, stages)
         for stage in stages:
             layers = models[name, next(p for p in plans if stage in p.stages).model(name).arch].num_layers
-            splits[name, stage.pp_split] = scale_split(stage.pp_split, layers)
+            splits[name, _parts(stage)] = scale_split(_parts(stage), layers)
     return tuple(
         replace(
             plan,
             models=tuple(replace(m, arch=models[m.name, m.arch]) for m in plan.models),
             stages=tuple(
-                replace(s, pp_split=splits[s.model, s.pp_split]) if (s.model, s.pp_split) in splits else s
-                for s in plan.stages
+                _with_parts(s, splits[s.model, _parts(s)]) if (s.model, _parts(s)) in splits else s for s in plan.stages
             ),
         )
         for plan in plans
     )
+
+
+def _parts(stage: Stage) -> tuple[int, ...]:
+    """Layers of every stage, or of every chunk of an interleaved schedule."""
+    return stage.chunks or stage.pp_split
+
+
+def _with_parts(stage: Stage, parts: tuple[int, ...]) -> Stage:
+    if not stage.chunks:
+        return replace(stage, pp_split=parts)
+    return replace(stage, chunks=parts, pp_split=tuple(sum(parts[i :: stage.pp]) for i in range(stage.pp)))
 
 
 def scale_arch(arch: Arch, scale: Scale, stages: Sequence[Stage]) -> Arch:
@@ -169,7 +179,7 @@ def _automatic(plans: Sequence[Plan]) -> Scale:
 
 def _num_layers(original: int, wanted: int, stages: Iterable[Stage]) -> int:
     """Enough for every pipeline, and a multiple of those that divide the layers evenly now."""
-    splits = {s.pp_split for s in stages if s.pp_split}
+    splits = {_parts(s) for s in stages if s.pp_split}
     even = lcm(*(len(split) for split in splits if len(set(split)) == 1)) if splits else 1
     uneven = max((len(split) + 1 for split in splits if len(set(split)) > 1), default=1)
     return min(original, even * ceil(max(wanted, uneven) / even))

@@ -84,3 +84,13 @@ def test_good_scales() -> None:
     assert parse_scale("auto") == "auto"
     assert parse_scale("64") == Scale(width=64)
     assert parse_scale("64,8,1000") == Scale(width=64, layers=8, vocab=1000)
+
+
+def test_chunks_of_an_interleaved_schedule_shrink_with_their_stages() -> None:
+    _, old = llama(pp=2, vp=2, pp_split=(16, 16), chunks=(8, 8, 8, 8))
+    _, new = llama(pp=2, vp=2, pp_split=(15, 17), chunks=(7, 8, 8, 9))
+    small_old, small_new = (p.stages[0] for p in scale_plans((old, new), Scale(width=64, layers=6)))
+    for small in (small_old, small_new):
+        assert small.pp_split == (sum(small.chunks[::2]), sum(small.chunks[1::2]))
+        assert sum(small.chunks) == 8 and len(small.chunks) == 4
+    assert small_old.chunks == (2, 2, 2, 2) != small_new.chunks

@@ -92,13 +92,19 @@ def _degrees(stage: Stage, sides: Sequence[Stage]) -> str:
             shown.append(f"{axis} {getattr(stage, axis)}")
     if any(side.ep > 1 for side in sides):
         shown.append(f"expert dp {stage.expert_dp}")
-    even = {(side.pp, side.pp_split) for side in sides}
-    if len(even) > 1 and len({side.pp for side in sides}) == 1:
-        shown.append(f"pp_split {'-'.join(map(str, stage.pp_split))}")
+    splits = _splits(sides)
+    if len(set(splits)) > 1 and len({side.pp for side in sides}) == 1:
+        shown.append(f"pp_split {splits[sides.index(stage)]}")
     for key in ("zero", "fsdp"):
         if any(getattr(side, key) for side in sides):
             shown.append(f"{key} {_sharded(key, getattr(stage, key))}")
     return glue(" ".join(shown))
+
+
+def _splits(sides: Sequence[Stage]) -> tuple[str, ...]:
+    """Layers of every pipeline stage; where all sides have equally many chunks, of every chunk."""
+    chunks = len({side.vp for side in sides}) == 1
+    return tuple("-".join(map(str, (side.chunks if chunks else ()) or side.pp_split)) for side in sides)
 
 
 def _sharded(key: str, value: int) -> str:
@@ -147,8 +153,9 @@ def _reshape_words(change: StageChange) -> str:
         a, b = getattr(old, key), getattr(new, key)
         if a != b:
             reasons.append(f"{key} {_sharded(key, a)} -> {_sharded(key, b)}")
-    if old.pp == new.pp and old.pp_split != new.pp_split:
-        reasons.append(f"pp_split {'-'.join(map(str, old.pp_split))} -> {'-'.join(map(str, new.pp_split))}")
+    before, after = _splits((old, new))
+    if old.pp == new.pp and before != after:
+        reasons.append(f"pp_split {before} -> {after}")
     if old.num_shards != new.num_shards:
         reasons.append(f"{old.num_shards:,} -> {new.num_shards:,} shards of each replica's state")
     if not reasons:
