@@ -1,0 +1,365 @@
+"""Tiny megatron-core trainers on CPU at any layout, and what Megatron's own checkpoint metadata says of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nereus.ir.arch import Arch, Moe
+from nereus.ir.tensor import matrix_shape
+from nereus.models.naming.megatron import MegatronNaming
+from nereus.models.tensors import logical_tensors
+from nereus.runtime.adapters.base import Binding
+from nereus.runtime.adapters.megatron import MegatronAdapter
+from nereus.runtime.adapters.whole import Whole, gather, scatter
+
+DENSE = Arch(
+    family="qwen3", num_layers=4, hidden=32, num_heads=8, num_kv_heads=2, head_dim=4, ffn=48, vocab=128, qk_norm=True
+)
+TIED = Arch(
+    family="qwen2", num_layers=4, hidden=32, num_heads=4, num_kv_heads=4, head_dim=8, ffn=48, vocab=120,
+    tied_embeddings=True, qkv_bias=True,
+)  # fmt: skip
+SPARSE = Arch(
+    family="qwen3_moe", num_layers=2, hidden=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn=48, vocab=128,
+    moe=Moe(num_experts=8, experts_per_token=2, expert_ffn=24),
+)  # fmt: skip
+SEQUENCE, GLOBAL_BATCH = 8, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class At:
+    """A layout of 4 processes."""
+
+    tp: int = 1
+    pp: int = 1
+    vp: int | None = None
+    ep: int = 1
+    first: int | None = None  # layers of the first stage
+    optimizer: str | None = "distributed"  # or plain
+    bf16: bool = False
+    vocab_multiple: int = 32
+    bucket: int | None = None  # parameters in a bucket; with it gradients are reduced while backward runs
+    clip: float = 1.0
+
+    def __str__(self) -> str:
+        parts = [f"tp{self.tp}", f"pp{self.pp}"]
+        parts += [f"vp{self.vp}"] if self.vp else []
+        parts += [f"first{self.first}"] if self.first else []
+        parts += [f"ep{self.ep}"] if self.ep > 1 else []
+        return " ".join((*parts, str(self.optimizer), "bf16" if self.bf16 else "fp32"))
+
+
+@dataclass
+class Trainer:
+    arch: Arch
+    at: At
+    config: Any
+    chunks: list[Any]
+    optimizer: Any
+    scheduler: Any
+
+    def adapter(self, **options: Any) -> MegatronAdapter:
+        naming = MegatronNaming(arch=self.arch, vocab_multiple=self.at.vocab_multiple)
+        return MegatronAdapter(self.chunks, naming, optimizer=self.optimizer, scheduler=self.scheduler, **options)
+
+    def step(self, number: int) -> tuple[float, float, float]:
+        """One update on global batch ``number``: (mean loss, gradient norm, lr)."""
+        from megatron.core import parallel_state
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        dp, dp_rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+        generator = torch.Generator().manual_seed(1000 + number)
+        ids = torch.randint(0, self.arch.vocab, (GLOBAL_BATCH, SEQUENCE), generator=generator)
+        mine = ids.chunk(dp)[dp_rank]
+        position = torch.arange(SEQUENCE).unsqueeze(0)
+        mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), 1)
+
+        def forward(samples: Any, model: Any) -> Any:
+            sample = next(samples).unsqueeze(0)
+            output = model(sample, position, mask, labels=sample.roll(-1, 1))
+
+            def loss(values: torch.Tensor) -> Any:
+                mean = values.float().mean()
+                return mean, {"loss": mean.detach().clone()}  # it is divided in place
+
+            return output, loss
+
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        samples: Any = [iter(mine) for _ in self.chunks]
+        losses = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=samples if len(self.chunks) > 1 else samples[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=len(mine),
+            seq_length=SEQUENCE,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        _, norm, _ = self.optimizer.step()
+        self.scheduler.step(GLOBAL_BATCH)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, [float(each["loss"]) for each in losses])
+        flat = [value for part in everyone for value in part]
+        return sum(flat) / len(flat), float(norm), lr
+
+
+def start(at: At, seed: int = 1) -> None:
+    """Groups of ``at`` instead of those there are."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        at.tp, at.pp, at.vp, expert_model_parallel_size=at.ep, expert_tensor_parallel_size=1
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def build(arch: Arch, at: At, *, seed: int = 1, wrap: bool = True) -> Trainer:
+    from frameworks import cpu_shim
+
+    cpu_shim.install()
+    cpu_shim.install_megatron()
+    from megatron.core import parallel_state as state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    start(at, seed)
+    torch.manual_seed(seed)
+    moe = arch.moe
+    options: dict[str, Any] = {}
+    if moe is not None:
+        options = {
+            "num_moe_experts": moe.num_experts, "moe_router_topk": moe.experts_per_token,
+            "moe_ffn_hidden_size": moe.expert_ffn, "expert_model_parallel_size": at.ep,
+            "expert_tensor_parallel_size": 1, "moe_token_dispatcher_type": "alltoall", "moe_aux_loss_coeff": 0.0,
+            "moe_router_load_balancing_type": "none",
+        }  # fmt: skip
+        if moe.router_bias:
+            options |= {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    dtype = torch.bfloat16 if at.bf16 else torch.float32
+    config = TransformerConfig(
+        num_layers=arch.num_layers, hidden_size=arch.hidden, num_attention_heads=arch.num_heads,
+        num_query_groups=arch.num_kv_heads, kv_channels=arch.head_dim, ffn_hidden_size=arch.ffn,
+        gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
+        add_qkv_bias=arch.qkv_bias, qk_layernorm=arch.qk_norm, normalization="RMSNorm",
+        tensor_model_parallel_size=at.tp, pipeline_model_parallel_size=at.pp,
+        virtual_pipeline_model_parallel_size=at.vp, num_layers_in_first_pipeline_stage=at.first,
+        use_cpu_initialization=True, pipeline_dtype=dtype, params_dtype=dtype, bf16=at.bf16, hidden_dropout=0.0,
+        attention_dropout=0.0, bias_dropout_fusion=False, bias_activation_fusion=False, masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False, apply_rope_fusion=False, **options,
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec(
+        num_experts=arch.moe.num_experts if arch.moe else None,
+        moe_grouped_gemm=False,
+        qk_layernorm=arch.qk_norm,
+        normalization="RMSNorm",
+    )
+    step = at.vocab_multiple * at.tp
+    chunks: list[Any] = []
+    for number in range(at.vp or 1):
+        stage = {"ignore_virtual": False, "vp_stage": number} if at.vp else {}
+        model: Any = GPTModel(
+            config, spec, vocab_size=-(-arch.vocab // step) * step, max_sequence_length=SEQUENCE,
+            pre_process=state.is_pipeline_first_stage(**stage), post_process=state.is_pipeline_last_stage(**stage),
+            position_embedding_type="rope", share_embeddings_and_output_weights=arch.tied_embeddings,
+            **({"vp_stage": number} if at.vp else {}),
+        )  # fmt: skip
+        if at.bf16:
+            model = Float16Module(config, model)
+        if wrap:
+            ddp = DistributedDataParallelConfig(
+                use_distributed_optimizer=at.optimizer == "distributed",
+                overlap_grad_reduce=at.bucket is not None,
+                bucket_size=at.bucket,
+                grad_reduce_in_fp32=True,
+            )
+            model = DistributedDataParallel(config, ddp, model, disable_bucketing=number > 0)
+            model.broadcast_params()
+        chunks.append(model)
+    config.finalize_model_grads_func = finalize_model_grads
+    if at.optimizer is None:
+        return Trainer(arch, at, config, chunks, None, None)
+    optimizer, scheduler = optimizer_of(chunks, at)
+    return Trainer(arch, at, config, chunks, optimizer, scheduler)
+
+
+def optimizer_of(chunks: list[Any], at: At) -> tuple[Any, Any]:
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam", lr=1e-2, min_lr=1e-3, weight_decay=0.01, clip_grad=at.clip, bf16=at.bf16,
+            params_dtype=torch.bfloat16 if at.bf16 else torch.float32,
+            use_distributed_optimizer=at.optimizer == "distributed",
+        ),
+        chunks,
+    )  # fmt: skip
+    scheduler = OptimizerParamScheduler(
+        optimizer, init_lr=0.0, max_lr=1e-2, min_lr=1e-3, lr_warmup_steps=8, lr_decay_steps=400,
+        lr_decay_style="cosine", start_wd=0.01, end_wd=0.02, wd_incr_steps=100, wd_incr_style="linear",
+    )  # fmt: skip
+    return optimizer, scheduler
+
+
+# -- whole tensors ----------------------------------------------------------------------------------------------------
+
+
+def shapes(arch: Arch) -> dict[str, tuple[int, int]]:
+    return {tensor.name: matrix_shape(tensor.shape) for tensor in logical_tensors(arch)}
+
+
+def whole_of(binding: Binding, arch: Arch) -> Whole:
+    """Every element that the ranks hold together, replicas compared."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (binding.state, [m.clone() for m in binding.memory]))
+    return gather([Binding(state, tuple(memory)) for state, memory in everyone], shapes(arch))
+
+
+def randomise(trainer: Trainer, seed: int) -> None:
+    """Weights of which no two are alike, so that a swap of any two shows."""
+    binding = trainer.adapter().bind()
+    generator = torch.Generator().manual_seed(seed)
+    found: Whole = {}
+    for name, shape in shapes(trainer.arch).items():
+        values = torch.randn(shape, generator=generator)
+        # The gradient decides about the norms' sign only through what they scale.
+        found[name, "weight"] = 1 + 0.1 * values if "norm" in name else 0.1 * values
+    weights = [f for f in binding.state.fragments if f.slot == "weight"]
+    scatter(found, Binding(type(binding.state)(
+        rank=binding.state.rank, storages=binding.state.storages, fragments=tuple(weights)
+    ), binding.memory))  # fmt: skip
+    trainer.optimizer.reload_model_params()
+
+
+# -- Megatron's own description ---------------------------------------------------------------------------------------
+
+_LAYERED = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
+
+
+def sharded(value: Any) -> Iterator[Any]:
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    if isinstance(value, ShardedTensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from sharded(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from sharded(item)
+
+
+def compare_with_metadata(trainer: Trainer, whole: Mapping[tuple[str, str], torch.Tensor]) -> int:
+    """Compare each tensor of Megatron's sharded state dicts with ``whole`` at the place where its metadata puts it.
+    Returns how many tensors were compared."""
+    from megatron.core.dist_checkpointing.mapping import apply_factories
+
+    compared = 0
+    model: dict[str, Any] = {}
+    for number, chunk in enumerate(trainer.chunks):
+        inner = chunk
+        while hasattr(inner, "module"):
+            inner = inner.module
+        model[f"model{number}"] = inner.sharded_state_dict()
+    optimizer = None
+    # Of several buckets Megatron's own gather for checkpoints is wrong: it drops the padding between them and then
+    # reads at offsets that count it (it warns of "data corruption").
+    if trainer.optimizer is not None and trainer.at.bucket is None:
+        metadata = {"distrib_optim_sharding_type": "fully_reshardable"} if trainer.at.optimizer != "plain" else None
+        flat = {k: v for part in model.values() for k, v in part.items()} if len(model) == 1 else model
+        optimizer = trainer.optimizer.sharded_state_dict(flat, metadata=metadata)
+    for state in (model, optimizer):
+        if state is None:
+            continue
+        apply_factories(state)
+        for tensor in sharded(state):
+            compared += _compare(trainer.arch, tensor, whole)
+    return compared
+
+
+def _compare(arch: Arch, tensor: Any, whole: Mapping[tuple[str, str], torch.Tensor]) -> int:
+    key, slot = re.sub(r"^chained_\d+\.", "", tensor.key), "weight"
+    matched = re.fullmatch(r"optimizer\.state\.(\w+?)\.(.+)", key)
+    if matched is not None:
+        slot, key = matched[1], matched[2]
+        slot = {"param": "master", "fp32_param": "master"}.get(slot, slot)
+        if slot == "master" and ("model.norm.weight", "master") not in whole:
+            slot = "weight"
+    if tensor.data is None or key.endswith("_extra_state"):
+        return 0
+    offset, local = tuple(tensor.global_offset), tuple(tensor.data.shape)
+    numbers, offset = offset[: tensor.prepend_axis_num], offset[tensor.prepend_axis_num :]
+    full = reference(arch, key, numbers, slot, whole)
+    part = full[tuple(slice(lo, lo + size) for lo, size in zip(offset, local, strict=True))]
+    data = tensor.data
+    if "word_embeddings" in key or "output_layer" in key:  # true words only
+        data = data[: part.shape[0]]
+    assert part.shape == data.shape, (tensor.key, part.shape, data.shape)
+    assert torch.equal(part, data), f"{tensor.key} {slot} at {tensor.global_offset} differs"
+    return 1
+
+
+def reference(
+    arch: Arch, key: str, numbers: tuple[int, ...], slot: str, whole: Mapping[tuple[str, str], torch.Tensor]
+) -> torch.Tensor:
+    """A whole tensor of Megatron from those of HF, by the layout that its attention and MLP code use; ``numbers``: of
+    layer and expert, where the key does not have them."""
+
+    def get(name: str) -> torch.Tensor:
+        found = whole[name, slot]
+        return found.flatten() if found.shape[1] == 1 and not name.endswith("proj.weight") else found
+
+    ends = {
+        "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+        "output_layer.weight": "model.embed_tokens.weight" if arch.tied_embeddings else "lm_head.weight",
+        "decoder.final_layernorm.weight": "model.norm.weight",
+    }
+    if key in ends:
+        return get(ends[key])
+    matched = _LAYERED.fullmatch(key)
+    assert matched is not None, key
+    rest = list(numbers)
+    layer = int(matched[1]) if matched[1] is not None else rest.pop(0)
+    name, base = matched[2], f"model.layers.{layer}"
+    if name.startswith("self_attention.linear_qkv.") and not name.endswith("layer_norm_weight"):
+        kind = name.rsplit(".", 1)[1]
+        parts = [get(f"{base}.self_attn.{p}_proj.{kind}") for p in "qkv"]
+        groups = [p.reshape(arch.num_kv_heads, -1, *p.shape[1:]) for p in parts]
+        return torch.cat(groups, 1).flatten(0, 1)
+    if name.startswith("mlp.experts."):
+        block = f"{base}.mlp.experts.{rest.pop(0)}"
+    else:
+        block = f"{base}.mlp"
+    if name.endswith("linear_fc1.weight"):
+        return torch.cat([get(f"{block}.gate_proj.weight"), get(f"{block}.up_proj.weight")])
+    if name.endswith("linear_fc2.weight"):
+        return get(f"{block}.down_proj.weight")
+    return get(
+        {
+            "input_layernorm.weight": f"{base}.input_layernorm.weight",
+            "self_attention.linear_qkv.layer_norm_weight": f"{base}.input_layernorm.weight",
+            "pre_mlp_layernorm.weight": f"{base}.post_attention_layernorm.weight",
+            "mlp.linear_fc1.layer_norm_weight": f"{base}.post_attention_layernorm.weight",
+            "self_attention.linear_proj.weight": f"{base}.self_attn.o_proj.weight",
+            "self_attention.q_layernorm.weight": f"{base}.self_attn.q_norm.weight",
+            "self_attention.k_layernorm.weight": f"{base}.self_attn.k_norm.weight",
+            "mlp.router.weight": f"{base}.mlp.gate.weight",
+        }[name]
+    )

@@ -1,0 +1,147 @@
+"""Megatron trainers moved from layout to layout, against Megatron itself.
+
+At every layout: what the adapter describes equals what Megatron's own checkpoint metadata describes, element by
+element. After every move: the same whole tensors bit for bit, and the next step's loss, gradient norm, rate and
+weights are those that the unmoved trainer computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from frameworks.harness import run
+from frameworks.megatron_models import (
+    DENSE,
+    SPARSE,
+    TIED,
+    At,
+    Trainer,
+    build,
+    compare_with_metadata,
+    randomise,
+    whole_of,
+)
+
+from nereus.ir.arch import Arch
+from nereus.models.tensors import logical_tensors
+from nereus.runtime.adapters.whole import Whole
+from nereus.runtime.live import move
+
+
+def _along(rank: int, world: int, arch: Arch, layouts: list[At]) -> list[str]:
+    """Train at the first layout, move to the next, train there, and so on. What was compared, in words."""
+    torch.set_num_threads(1)
+    notes, number = [], 0
+    trainer = build(arch, layouts[0])
+    randomise(trainer, seed=5)
+    for target in layouts[1:]:
+        for _ in range(2):
+            trainer.step(number)
+            number += 1
+        old = trainer.adapter()
+        binding, job = old.bind(), old.job_state()
+        before = whole_of(binding, arch)
+        counted = compare_with_metadata(trainer, before)
+        _clear_padding(trainer)
+        # What the unmoved trainer does next; then back to where it was.
+        memory = [m.clone() for m in binding.memory]
+        expected = trainer.step(number)
+        after = whole_of(binding, arch)
+        for here, saved in zip(binding.memory, memory, strict=True):
+            here.copy_(saved)
+        old.finish(job)
+
+        moved = build(arch, target, seed=99)
+        new = moved.adapter()
+        filled = new.bind()
+        move(binding, filled, logical_tensors(arch))
+        new.finish(job)
+        for condition in new.checklist():
+            assert condition.check() is None, (target, condition.name, condition.check())
+        arrived = whole_of(filled, arch)
+        assert arrived.keys() == before.keys()
+        for key, values in before.items():
+            assert torch.equal(arrived[key], values), (target, key)
+        counted += compare_with_metadata(moved, arrived)
+        assert new.job_state() == job
+        same_padding = _padded(arch, trainer.at) == _padded(arch, target)
+        result = moved.step(number)
+        if same_padding:
+            _agree(expected, result, after, whole_of(filled, arch), bf16=target.bf16)
+        number += 1
+        notes.append(f"{trainer.at} -> {target}: {counted} tensors by metadata, loss {result[0]:.5f}")
+        trainer = moved
+    return notes
+
+
+def _padded(arch: Arch, at: At) -> int:
+    step = at.vocab_multiple * at.tp
+    return -(-arch.vocab // step) * step
+
+
+def _clear_padding(trainer: Trainer) -> None:
+    """Padded words take part in Megatron's softmax, and train. A move leaves them out: the new ones are zero."""
+    binding = trainer.adapter().bind()
+    covered = [torch.zeros(data.numel(), dtype=torch.bool) for data in binding.memory]
+    for f in binding.state.fragments:
+        position = torch.arange(f.start, f.stop)
+        covered[f.storage][f.origin + position // f.num_cols * f.stride + position % f.num_cols] = True
+    for data, known in zip(binding.memory, covered, strict=True):
+        data[~known] = 0
+
+
+def _agree(expected: Any, result: Any, after: Whole, here: Whole, *, bf16: bool) -> None:
+    assert result[2] == expected[2]  # lr
+    loose = 2e-2 if bf16 else 2e-5
+    assert result[0] == pytest.approx(expected[0], rel=loose)
+    assert result[1] == pytest.approx(expected[1], rel=loose)
+    for key, values in after.items():
+        if key[1] in ("exp_avg", "master", "weight") and not bf16:
+            torch.testing.assert_close(here[key], values, rtol=1e-3, atol=2e-5)
+
+
+DISTRIBUTED = [
+    At(tp=2),
+    At(pp=2),
+    At(tp=4),  # more ranks than kv heads: raw rows
+    At(),
+    At(tp=2, pp=2),
+    At(tp=2, bucket=2000),  # several buckets
+    At(pp=2, first=1),  # uneven: 1 and 3 layers
+    At(pp=2, vp=2),  # interleaved: layers 0 2 and 1 3
+    At(pp=4),
+    At(tp=2),
+]
+
+
+@pytest.mark.parametrize(
+    ("arch", "layouts"),
+    [
+        pytest.param(DENSE, DISTRIBUTED, id="distributed"),
+        pytest.param(
+            TIED,
+            [
+                At(tp=2, optimizer="plain"),
+                At(pp=2, optimizer="plain"),
+                At(optimizer="plain"),
+                At(pp=2, tp=2),
+                At(tp=4),
+                At(tp=4, vocab_multiple=128),
+                At(tp=2, vocab_multiple=128),
+            ],
+            id="tied-padded",
+        ),
+        pytest.param(SPARSE, [At(ep=4), At(ep=2), At(ep=2, pp=2), At(), At(ep=4)], id="experts"),
+        pytest.param(
+            replace(DENSE, num_layers=2),
+            [At(tp=2, bf16=True), At(pp=2, bf16=True), At(bf16=True, optimizer="plain"), At(tp=4, bf16=True)],
+            id="bf16",
+        ),
+    ],
+)
+def test_moves_keep_everything(arch: Arch, layouts: list[At]) -> None:
+    for notes in run(4, _along, arch, layouts, timeout=400):
+        assert len(notes) == len(layouts) - 1
