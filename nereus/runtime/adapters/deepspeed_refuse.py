@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ ELEMENTWISE = (
 )
 #: Optimizer classes whose state begins as zeros at step 0, so that making it early changes nothing.
 ADAM = ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam")
+#: Attributes of every module: what hooks close over is DeepSpeed's own.
+_INTERNAL = frozenset(vars(torch.nn.Module()))
 #: Engine classes that hold state of their own.
 OTHER_ENGINES = {
     "PipelineEngine": "pipeline stages name layers locally",
@@ -89,6 +91,7 @@ def _at_rest(engine: Any) -> Iterator[str]:
 
 def _module(module: torch.nn.Module) -> Iterator[str]:
     """Tensors and opaque state of modules that are neither parameter nor a buffer that construction makes again."""
+    own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     for prefix, child in module.named_modules():
         dot = f"{prefix}." if prefix else ""
         for name, buffer in child.named_buffers(recurse=False):
@@ -97,8 +100,24 @@ def _module(module: torch.nn.Module) -> Iterator[str]:
         if type(child).get_extra_state is not torch.nn.Module.get_extra_state:
             yield f"{dot or 'the module'} keeps opaque state (get_extra_state); it cannot be cut, so remove it"
         for name, value in vars(child).items():
-            if isinstance(value, torch.Tensor) and not name.startswith("ds_"):
-                yield f"tensor {dot}{name} is neither parameter nor buffer; register it, or delete it before the change"
+            if name not in _INTERNAL and not name.startswith(("ds_", "_ds_")) and _holds_tensors(value, set(own)):
+                yield f"{dot}{name} holds tensors that are no parameter or buffer; register or delete them"
+
+
+def _holds_tensors(value: Any, seen: set[int]) -> bool:
+    """Whether a tensor not in ``seen`` (ids) hides in ``value``: an average of the weights in a list, say."""
+    if id(value) in seen:
+        return False
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        return True
+    if isinstance(value, Mapping):
+        return any(_holds_tensors(item, seen) for item in value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(_holds_tensors(item, seen) for item in value)
+    if isinstance(value, torch.nn.Module):
+        return any(id(tensor) not in seen for tensor in (*value.parameters(), *value.buffers()))
+    return False
 
 
 def made_again(module: torch.nn.Module) -> list[str]:
