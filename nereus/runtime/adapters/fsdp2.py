@@ -139,6 +139,12 @@ def _held(name: str, tensor: Any) -> tuple[tuple[tuple[int, int], ...], ...]:
         strided = type(placement).__name__ == "_StridedShard"  # a Shard in some versions of torch, not in others
         if not (strided or type(placement) is Shard):
             raise BindError(f"{name}: placement {placement} is neither a shard nor a copy")
+        if mesh.get_group(axis).rank() != coordinate[axis]:
+            raise BindError(
+                f"{name}: axis {axis} of mesh {mesh.mesh.tolist()} lists its ranks out of order: fully_shard cuts by "
+                "the order of the process group, DTensor by that of the mesh, so torch itself reads the shards wrong; "
+                "build the mesh from ascending ranks"
+            )
         factor = int(placement.split_factor) if strided else 1
         dim = placement.dim % len(tensor.shape)
         cuts[dim].append(AxisCut(size=mesh.size(axis), rank=coordinate[axis], factor=factor))
