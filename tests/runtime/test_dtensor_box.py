@@ -9,8 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nereus.ir.fragment import Segment
+from nereus.ir.fragment import Segment, fragments_of
+from nereus.runtime.adapters.base import Binding, BindingBuilder
 from nereus.runtime.adapters.dtensor_box import AxisCut, held_intervals, local_segments
+from nereus.runtime.adapters.whole import gather, scatter
 
 
 def _chunk(values: torch.Tensor, size: int, rank: int) -> torch.Tensor:
@@ -81,3 +83,33 @@ def test_segments_name_the_elements_that_the_local_tensor_holds(data: st.DataObj
         assert torch.equal(local[place], expected)
         seen[place] += 1
     assert bool((seen == 1).all())
+
+
+@pytest.mark.parametrize("to", [1, 2, 4, 3])
+def test_fused_rows_keep_their_order_over_fewer_ranks(to: int) -> None:
+    """An fc1 of 4096 gate and 4096 up rows from 8 FSDP ranks: no rule of tensor parallelism applies to these cuts."""
+    whole = torch.arange(8192.0).reshape(8192, 1)
+    segments = (
+        Segment(tensor="gate", row_lo=0, row_hi=4096, col_lo=0, col_hi=1, at_row=0),
+        Segment(tensor="up", row_lo=0, row_hi=4096, col_lo=0, col_hi=1, at_row=4096),
+    )
+
+    def bindings(size: int, values: torch.Tensor) -> list[Binding]:
+        found = []
+        for rank in range(size):
+            held = (held_intervals(8192, [AxisCut(size=size, rank=rank)]), ((0, 1),))
+            builder = BindingBuilder(rank)
+            storage = builder.storage("fc1", _chunk(values, size, rank).clone())
+            parts = local_segments(segments, (8192, 1), held)
+            builder.fragments.extend(fragments_of(parts, num_cols=1, slot="weight", storage=storage))
+            found.append(builder.finish())
+        return found
+
+    moved = gather(bindings(8, whole), {"gate": (4096, 1), "up": (4096, 1)})
+    assert torch.equal(moved["up", "weight"], whole[4096:])
+    target = bindings(to, torch.zeros(8192, 1))
+    for binding in target:
+        scatter(moved, binding)
+    assert torch.equal(torch.cat([binding.memory[0] for binding in target]), whole.reshape(-1))
+    if to == 2:
+        assert [{f.tensor for f in b.state.fragments} for b in target] == [{"gate"}, {"up"}]

@@ -313,7 +313,8 @@ class PlainTorch:
             parameter.grad = None
 
     def checklist(self) -> tuple[PostCondition, ...]:
-        return (*torch_checklist.conditions(self), *self._conditions())
+        # The framework's own first: the general ones walk, and a walk settles the module.
+        return (*self._conditions(), *torch_checklist.conditions(self))
 
     def inventory(self) -> _Inventory:
         self._settle()
