@@ -22,7 +22,7 @@ TESTED = "0.32.0"
 
 #: Parameters that ``process_weights_after_loading`` of attention layers makes from kv_b_proj.
 DERIVED_PARAMETERS = frozenset({"W_UV", "W_UK_T", "W_UK_T_dcp_qrep", "W_K", "W_K_scale", "W_V", "W_V_scale"})
-#: Buffers that follow from the configuration (rotary tables, expert maps, unit scales of an unquantised cache).
+#: Buffers and bare tensors that follow from the configuration (rotary tables, expert maps, scales of the cache).
 DERIVED_BUFFERS = frozenset(
     {
         "cos_sin_cache",
@@ -35,6 +35,9 @@ DERIVED_BUFFERS = frozenset(
         "_v_scale",
         "_q_scale",
         "_prob_scale",
+        "_k_scale_cpu",
+        "_v_scale_cpu",
+        "_q_scale_cpu",
     }
 )
 #: Attributes of attention layers that hold generated keys and values, not weights.
@@ -106,15 +109,27 @@ def walk(model: torch.nn.Module) -> Reached:
                 found.copied.append((prefix, module))
         for leaf, buffer in module._buffers.items():
             if buffer is not None:
-                (found.derived if leaf in DERIVED_BUFFERS else found.unknown).append(dot + leaf)
+                known = leaf in DERIVED_BUFFERS and not _calibrated(module, leaf, buffer)
+                (found.derived if known else found.unknown).append(dot + leaf)
     for prefix, module in modules:
         for leaf, tensor in _bare_tensors(module):
             name = f"{prefix}.{leaf}" if prefix else leaf
             if leaf in CACHES:
                 found.caches.append(name)
+            elif leaf in DERIVED_BUFFERS:
+                found.derived.append(name)
             elif tensor.numel() and tensor.data_ptr() not in storages:
                 found.unknown.append(name)
     return found
+
+
+def _calibrated(module: torch.nn.Module, leaf: str, scale: torch.Tensor) -> bool:
+    """Whether a cache scale came with a checkpoint: it would be wrong for other weights."""
+    return (
+        leaf.endswith("_scale")
+        and not getattr(module, "calculate_kv_scales", False)
+        and bool((scale.float() != 1.0).any())
+    )
 
 
 def _bare_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
