@@ -43,7 +43,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
-    "experts": ("qwen3_moe", {"vocab_size": 90, "hidden_size": 24, "head_dim": 6, "moe_intermediate_size": 10}),
+    "experts": ("qwen3_moe", {"vocab_size": 90, "hidden_size": 24, "head_dim": 6, "moe_intermediate_size": 12}),
 }
 
 #: parameter -> whole tensor; (parameter, key of the optimizer's state) -> whole tensor.
