@@ -1,0 +1,140 @@
+"""Plans described from what processes hold: every stage's tensors are cut by the oracle, its processes shuffled."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from runtime.tiny import Indices, cluster, plan, stage
+
+from nereus.ir.arch import Arch, Moe
+from nereus.ir.cluster import Device
+from nereus.ir.fragment import Fragment, FrameworkStorage, RankState
+from nereus.ir.plan import ORDER_MEGATRON, ORDER_REPLICA, Model, Plan, Stage
+from nereus.ir.tensor import matrix_shape
+from nereus.lang.api import resolve_text
+from nereus.models.tensors import logical_tensors
+from nereus.runtime.coordinates import Coordinates
+from nereus.runtime.describe import DescribeError, Facts, LiveStage, plan_of
+from nereus.runtime.reference import _coordinates, _expert_coordinates, expected
+
+EIGHT = cluster(4, 4)
+ARCH = Arch(family="llama", num_layers=4, hidden=12, num_heads=8, num_kv_heads=2, head_dim=2, ffn=24, vocab=304)
+MOE = replace(ARCH, family="qwen3_moe", moe=Moe(num_experts=4, experts_per_token=2, expert_ffn=8))
+SHUFFLED = tuple(EIGHT.devices[i] for i in (3, 6, 0, 5, 1, 7, 4, 2))
+
+
+def facts_of(job: Plan, one: Stage) -> list[Facts]:
+    """What each process of ``one`` would say. The values of ``Indices`` are the elements' own numbers."""
+    arch = job.model(one.model).arch
+    shapes = {t.name: matrix_shape(t.shape) for t in logical_tensors(arch)}
+    held: dict[Device, list[Any]] = {d: [] for d in one.ranks}
+    for shard in expected(job, one.ranks, Indices()):  # type: ignore[arg-type]
+        held[shard.device].append(shard)
+    coords = _coordinates(one)
+    experts = _expert_coordinates(one, coords)
+    found = []
+    for rank, device in enumerate(one.ranks):
+        storages, fragments = [], []
+        for number, shard in enumerate(held[device]):
+            storages.append(FrameworkStorage(name=str(shard.key), dtype=shard.dtype, numel=len(shard.bits)))
+            cols = shapes[shard.key.tensor][1]
+            index = shard.bits.view(-1)
+            first, last = int(index[0]), int(index[-1])
+            steps = torch.nonzero(index[1:] != index[:-1] + 1).reshape(-1)
+            if not len(steps):  # whole rows, or a run of them
+                row, stop = first // cols, last // cols + 1
+                box, start, width = (row, stop, 0, cols), first - row * cols, cols
+            else:  # a column cut
+                width = int(steps[0]) + 1
+                box, start = (first // cols, last // cols + 1, first % cols, first % cols + width), 0
+            fragments.append(
+                Fragment(
+                    tensor=shard.key.tensor,
+                    slot=shard.key.slot,
+                    storage=number,
+                    row_lo=box[0],
+                    row_hi=box[1],
+                    col_lo=box[2],
+                    col_hi=box[3],
+                    start=start,
+                    stop=start + len(index),
+                    origin=-start,
+                    stride=width,
+                )
+            )
+        c, e = coords[rank], experts[rank]
+        where = {axis: (c[axis], getattr(one, axis)) for axis in ("tp", "pp", "cp", "dp")}
+        if arch.moe is not None:
+            where |= {"ep": (e["ep"], one.ep), "etp": (e["etp"], one.etp)}
+        state = RankState(rank=rank, storages=tuple(storages), fragments=tuple(fragments))
+        found.append(Facts(host=device.node, index=device.index, coordinates=Coordinates(**where), state=state))
+    return found
+
+
+def job_of(arch: Arch, **settings: Any) -> tuple[Plan, LiveStage]:
+    model = Model(name="actor", arch=arch, source="tiny.json")
+    job = plan(stage(model, "train", tuple(sorted(SHUFFLED)), place=SHUFFLED, **settings), on=EIGHT, models=(model,))
+    known = {key: settings[key] for key in ("zero", "fsdp", "backend") if key in settings}
+    return job, LiveStage(model="actor", kind="train", arch=arch, source="tiny.json", **known)
+
+
+CASES: dict[str, tuple[Arch, dict[str, Any]]] = {
+    "tp2 pp2, Megatron's order": (ARCH, {"tp": 2, "pp": 2, "backend": "megatron", "order": ORDER_MEGATRON}),
+    "tp4": (ARCH, {"tp": 4}),
+    "tp8 over 2 kv heads, raw rows": (ARCH, {"tp": 8, "backend": "megatron", "order": ORDER_MEGATRON}),
+    "pp2, 3 and 1 layers": (ARCH, {"pp": 2, "pp_split": (3, 1)}),
+    "pp2 interleaved": (ARCH, {"pp": 2, "vp": 2, "chunks": (1, 1, 1, 1), "pp_split": (2, 2)}),
+    "zero 1": (ARCH, {"zero": 1, "tp": 2}),
+    "zero 3": (ARCH, {"zero": 3}),
+    "fsdp 4 in 2 groups": (ARCH, {"fsdp": 4}),
+    "cp2": (ARCH, {"cp": 2, "tp": 2}),
+    "ep4": (MOE, {"ep": 4, "etp": 1, "zero": 1, "backend": "megatron", "order": ORDER_MEGATRON}),
+    "tp2 ep2 etp2 pp2": (MOE, {"tp": 2, "ep": 2, "etp": 2, "pp": 2, "backend": "megatron", "order": ORDER_MEGATRON}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_job_is_described_as_the_plan_that_it_runs(name: str) -> None:
+    arch, settings = CASES[name]
+    job, live = job_of(arch, **{"order": ORDER_REPLICA, **settings})
+    found = plan_of([(live, facts_of(job, job.stages[0])[::-1])], {"n0": 4, "n1": 4}, gpu="h100-sxm-80gb")
+    wanted, got = job.stages[0], found.plan.stages[0]
+    for key in ("tp", "pp", "cp", "dp", "vp", "pp_split", "chunks", "zero", "fsdp", "order", "place", "slots"):
+        assert getattr(got, key) == getattr(wanted, key), key
+    if arch.moe is not None:
+        assert (got.ep, got.etp) == (wanted.ep, wanted.etp)
+    assert found.notes == ()
+
+
+def test_the_text_parses_back() -> None:
+    job, live = job_of(ARCH, tp=2, pp=2, backend="megatron", order=ORDER_MEGATRON)
+    found = plan_of([(live, facts_of(job, job.stages[0]))], {"n0": 4, "n1": 4}, gpu="h100-sxm-80gb")
+    again = resolve_text(found.text)
+    assert again.plan is not None, again.diagnostics
+    for got, wanted in zip(again.plan.stages, found.plan.stages, strict=True):
+        for field in fields(Stage):
+            if field.compare:
+                assert getattr(got, field.name) == getattr(wanted, field.name), field.name
+
+
+def test_contradictions_are_named() -> None:
+    job, live = job_of(ARCH, tp=4)
+    facts = facts_of(job, job.stages[0])
+    hosts = {"n0": 4, "n1": 4}
+    with pytest.raises(DescribeError, match=r"processes disagree about tp: 4 on .* 2 on"):
+        wrong = replace(facts[1], coordinates=replace(facts[1].coordinates, tp=(1, 2)))
+        plan_of([(live, [facts[0], wrong, *facts[2:]])], hosts, gpu="h100-sxm-80gb")
+    with pytest.raises(DescribeError, match="8 processes, and 7 take part"):
+        plan_of([(live, facts[1:])], hosts, gpu="h100-sxm-80gb")
+    with pytest.raises(DescribeError, match="both are tp 0"):
+        wrong = replace(facts[1], coordinates=facts[0].coordinates)
+        plan_of([(live, [facts[0], wrong, *facts[2:]])], hosts, gpu="h100-sxm-80gb")
+    swapped = [replace(facts[0], state=facts[1].state), replace(facts[1], state=facts[0].state), *facts[2:]]
+    with pytest.raises(DescribeError, match=r"weight of .* tensors lies otherwise than the plan's rule says"):
+        plan_of([(live, swapped)], hosts, gpu="h100-sxm-80gb")
