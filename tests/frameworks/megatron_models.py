@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nereus.ir.arch import Arch, Moe
+from nereus.ir.arch import Arch, Mla, Moe
 from nereus.ir.tensor import matrix_shape
 from nereus.models.naming.megatron import MegatronNaming
 from nereus.models.tensors import logical_tensors
@@ -28,6 +28,12 @@ TIED = Arch(
 SPARSE = Arch(
     family="qwen3_moe", num_layers=2, hidden=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn=48, vocab=128,
     moe=Moe(num_experts=8, experts_per_token=2, expert_ffn=24),
+)  # fmt: skip
+LATENT = Arch(
+    family="deepseek_v3", num_layers=2, hidden=32, num_heads=4, num_kv_heads=4, head_dim=8, ffn=48, vocab=128,
+    moe=Moe(num_experts=4, experts_per_token=2, expert_ffn=24, num_shared_experts=1, shared_expert_ffn=40,
+            first_dense_layers=1, router_bias=True),
+    mla=Mla(q_lora_rank=16, kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8),
 )  # fmt: skip
 SEQUENCE, GLOBAL_BATCH = 8, 4
 
@@ -123,23 +129,30 @@ def start(at: At, seed: int = 1) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
-def build(arch: Arch, at: At, *, seed: int = 1, wrap: bool = True) -> Trainer:
+def build(
+    arch: Arch, at: At, *, seed: int = 1, wrap: bool = True, groups: Any = None, torch_adam: bool = False
+) -> Trainer:
+    """``groups``: a model in these, beside the process's own that stay as they are."""
     from frameworks import cpu_shim
 
     cpu_shim.install()
     cpu_shim.install_megatron()
+    import megatron.core.optimizer as optimizers
     from megatron.core import parallel_state as state
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.module import Float16Module
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    start(at, seed)
+    if torch_adam:
+        optimizers.Adam, optimizers.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
+    if groups is None:
+        start(at, seed)
     torch.manual_seed(seed)
     moe = arch.moe
     options: dict[str, Any] = {}
@@ -152,33 +165,55 @@ def build(arch: Arch, at: At, *, seed: int = 1, wrap: bool = True) -> Trainer:
         }  # fmt: skip
         if moe.router_bias:
             options |= {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+        if moe.num_shared_experts:
+            options["moe_shared_expert_intermediate_size"] = moe.shared_expert_ffn
+        if moe.first_dense_layers:
+            options["moe_layer_freq"] = [int(n >= moe.first_dense_layers) for n in range(arch.num_layers)]
+    config_class = TransformerConfig
+    if arch.mla is not None:
+        config_class = MLATransformerConfig
+        options |= {
+            "multi_latent_attention": True, "q_lora_rank": arch.mla.q_lora_rank,
+            "kv_lora_rank": arch.mla.kv_lora_rank, "qk_head_dim": arch.mla.qk_nope_head_dim,
+            "qk_pos_emb_head_dim": arch.mla.qk_rope_head_dim, "v_head_dim": arch.mla.v_head_dim, "rope_type": "rope",
+        }  # fmt: skip
     dtype = torch.bfloat16 if at.bf16 else torch.float32
-    config = TransformerConfig(
+    config = config_class(
         num_layers=arch.num_layers, hidden_size=arch.hidden, num_attention_heads=arch.num_heads,
         num_query_groups=arch.num_kv_heads, kv_channels=arch.head_dim, ffn_hidden_size=arch.ffn,
         gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
-        add_qkv_bias=arch.qkv_bias, qk_layernorm=arch.qk_norm, normalization="RMSNorm",
+        add_qkv_bias=arch.qkv_bias, qk_layernorm=arch.qk_norm or arch.mla is not None, normalization="RMSNorm",
         tensor_model_parallel_size=at.tp, pipeline_model_parallel_size=at.pp,
         virtual_pipeline_model_parallel_size=at.vp, num_layers_in_first_pipeline_stage=at.first,
         use_cpu_initialization=True, pipeline_dtype=dtype, params_dtype=dtype, bf16=at.bf16, hidden_dropout=0.0,
         attention_dropout=0.0, bias_dropout_fusion=False, bias_activation_fusion=False, masked_softmax_fusion=False,
         gradient_accumulation_fusion=False, apply_rope_fusion=False, **options,
     )  # fmt: skip
-    spec = get_gpt_layer_local_spec(
-        num_experts=arch.moe.num_experts if arch.moe else None,
-        moe_grouped_gemm=False,
-        qk_layernorm=arch.qk_norm,
-        normalization="RMSNorm",
-    )
+    if moe is not None and moe.first_dense_layers:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    else:
+        spec = get_gpt_layer_local_spec(
+            num_experts=moe.num_experts if moe else None,
+            moe_grouped_gemm=False,
+            qk_layernorm=arch.qk_norm,
+            normalization="RMSNorm",
+        )
+    if arch.mla is not None:
+        # Megatron's own attention core takes no latent heads; it has no weights, and nothing is computed here.
+        from megatron.core.transformer.identity_op import IdentityOp
+
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = IdentityOp
     step = at.vocab_multiple * at.tp
     chunks: list[Any] = []
     for number in range(at.vp or 1):
         stage = {"ignore_virtual": False, "vp_stage": number} if at.vp else {}
         model: Any = GPTModel(
             config, spec, vocab_size=-(-arch.vocab // step) * step, max_sequence_length=SEQUENCE,
-            pre_process=state.is_pipeline_first_stage(**stage), post_process=state.is_pipeline_last_stage(**stage),
+            pre_process=groups is not None or state.is_pipeline_first_stage(**stage),
+            post_process=groups is not None or state.is_pipeline_last_stage(**stage),
             position_embedding_type="rope", share_embeddings_and_output_weights=arch.tied_embeddings,
-            **({"vp_stage": number} if at.vp else {}),
+            **({"vp_stage": number} if at.vp else {}), **({"pg_collection": groups} if groups is not None else {}),
         )  # fmt: skip
         if at.bf16:
             model = Float16Module(config, model)
@@ -245,7 +280,8 @@ def randomise(trainer: Trainer, seed: int) -> None:
     scatter(found, Binding(type(binding.state)(
         rank=binding.state.rank, storages=binding.state.storages, fragments=tuple(weights)
     ), binding.memory))  # fmt: skip
-    trainer.optimizer.reload_model_params()
+    if trainer.optimizer is not None:
+        trainer.optimizer.reload_model_params()
 
 
 # -- Megatron's own description ---------------------------------------------------------------------------------------
@@ -347,10 +383,13 @@ def reference(
         block = f"{base}.mlp.experts.{rest.pop(0)}"
     else:
         block = f"{base}.mlp"
+    if name.startswith("mlp.shared_experts."):
+        block += ".shared_experts"
     if name.endswith("linear_fc1.weight"):
         return torch.cat([get(f"{block}.gate_proj.weight"), get(f"{block}.up_proj.weight")])
     if name.endswith("linear_fc2.weight"):
         return get(f"{block}.down_proj.weight")
+    q_norm = "q_norm" if arch.mla is None else "q_a_layernorm"
     return get(
         {
             "input_layernorm.weight": f"{base}.input_layernorm.weight",
@@ -358,7 +397,15 @@ def reference(
             "pre_mlp_layernorm.weight": f"{base}.post_attention_layernorm.weight",
             "mlp.linear_fc1.layer_norm_weight": f"{base}.post_attention_layernorm.weight",
             "self_attention.linear_proj.weight": f"{base}.self_attn.o_proj.weight",
-            "self_attention.q_layernorm.weight": f"{base}.self_attn.q_norm.weight",
+            "self_attention.q_layernorm.weight": f"{base}.self_attn.{q_norm}.weight",
+            "self_attention.kv_layernorm.weight": f"{base}.self_attn.kv_a_layernorm.weight",
+            "self_attention.linear_q_down_proj.weight": f"{base}.self_attn.q_a_proj.weight",
+            "self_attention.linear_q_up_proj.weight": f"{base}.self_attn.q_b_proj.weight",
+            "self_attention.linear_q_up_proj.layer_norm_weight": f"{base}.self_attn.q_a_layernorm.weight",
+            "self_attention.linear_kv_down_proj.weight": f"{base}.self_attn.kv_a_proj_with_mqa.weight",
+            "self_attention.linear_kv_up_proj.weight": f"{base}.self_attn.kv_b_proj.weight",
+            "self_attention.linear_kv_up_proj.layer_norm_weight": f"{base}.self_attn.kv_a_layernorm.weight",
+            "mlp.router.expert_bias": f"{base}.mlp.gate.e_score_correction_bias",
             "self_attention.k_layernorm.weight": f"{base}.self_attn.k_norm.weight",
             "mlp.router.weight": f"{base}.mlp.gate.weight",
         }[name]

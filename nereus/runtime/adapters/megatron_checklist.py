@@ -15,6 +15,7 @@ from nereus.runtime.adapters.megatron_job import (
     group_key,
     read_scaler,
     read_scheduler,
+    scaler_for,
     step_of,
     stream_names,
 )
@@ -136,9 +137,8 @@ def _streams(state: Mapping[str, Any]) -> str | None:
 
 
 def _scaler(layout: MegatronLayout, state: Mapping[str, Any]) -> str | None:
-    wanted = state.get("scalers", {})
     for leaf in layout.leaves:
-        here, held = read_scaler(leaf), wanted.get(leaf.label)
+        here, held = read_scaler(leaf), scaler_for(leaf, state)
         if (here is None) != (held is None) and state:
             return f"{leaf.kind} has {'no ' if here is None else 'a '}gradient scaler, unlike the job"
         if held is not None and here != held:

@@ -16,7 +16,9 @@ from nereus.runtime.adapters.base import BindError
 from nereus.runtime.adapters.megatron_layout import Leaf, MegatronLayout, counts_per_parameter
 
 #: What makes a parameter group the one it is: older versions have no list of their own.
-IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+IDENTIFIERS = ("wd_mult", "lr_mult", "is_decoupled_lr")
+#: A fact of one layout: without expert parallelism Megatron has experts in the groups of the dense parameters.
+_LAYOUT = "is_expert_parallel"
 RATES = ("lr", "weight_decay")
 #: What Megatron's scheduler does not put into its own state dict, but computes rates from.
 _SCHEDULER_MORE = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
@@ -26,10 +28,11 @@ _RANDOM = "megatron.core.tensor_parallel.random"
 
 
 def group_key(group: Mapping[str, Any]) -> str:
-    """A global name of a parameter group, from what the framework itself tells groups apart by."""
+    """A global name of a parameter group, from what the framework itself tells groups apart by. Groups of dense and of
+    expert parameters share one: they have the same step and rates, or ``merged`` refuses."""
     module = sys.modules.get("megatron.core.optimizer.optimizer")
     names = getattr(module, "param_group_identifier_keys", IDENTIFIERS)
-    values = ((name, group.get(name, group.get(f"pre_{name}"))) for name in names)
+    values = ((name, group.get(name, group.get(f"pre_{name}"))) for name in names if name != _LAYOUT)
     return ", ".join(f"{name}={value}" for name, value in values if value is not None) or "all"
 
 
@@ -119,6 +122,12 @@ def read_scaler(leaf: Leaf) -> dict[str, Any] | None:
     return {"class": type(scaler).__name__, "scale": float(scaler.scale), **plain}
 
 
+def scaler_for(leaf: Leaf, state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The scaler that a leaf goes on with: experts that had none of their own shared that of the dense parameters."""
+    held: Mapping[str, dict[str, Any]] = state.get("scalers", {})
+    return held.get(leaf.label, held.get("dense"))
+
+
 def calculator_of() -> Any:
     """Megatron's calculator of micro-batches: one for the process, None where it was not set up."""
     return getattr(sys.modules.get(_CALCULATOR), "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None)
@@ -163,7 +172,7 @@ def write(layout: MegatronLayout, scheduler: Any, state: Mapping[str, Any], dp: 
                     group[name] = torch.full_like(old, values[name]) if isinstance(old, torch.Tensor) else values[name]
             if "step" in values:
                 set_step(leaf, group, int(values["step"]))
-        scaler, held = getattr(leaf.wrapper, "grad_scaler", None), state.get("scalers", {}).get(leaf.label)
+        scaler, held = getattr(leaf.wrapper, "grad_scaler", None), scaler_for(leaf, state)
         if scaler is not None and held is not None:
             _write_scaler(scaler, held)
     _write_batch(state, dp)
