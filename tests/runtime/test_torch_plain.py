@@ -417,6 +417,7 @@ BREAKS: dict[str, Callable[[Job, PlainTorch], object]] = {
     "everything classed": lambda j, a: setattr(j.module, "late", torch.zeros(2)),
     "gradients dropped": lambda j, a: setattr(j.module.up.weight, "grad", torch.zeros(9, WIDTH)),
     "hooks present": lambda j, a: j.module.up._forward_hooks.clear(),
+    "gradient exchange on": lambda j, a: setattr(j.module, "require_backward_grad_sync", False),
     "derived tensors made": lambda j, a: _break_meta(j),
     "version": lambda j, a: a.set_version(3),
     "optimizer parameters": lambda j, a: j.optimizer.param_groups[0]["params"].pop(),
