@@ -104,11 +104,21 @@ def dropped_slots(before: StateSet, new: Holdings) -> tuple[str, ...]:
     return tuple(slot.name for slot in before.slots if slot.name not in kept)
 
 
+def _held_by_base(before: StateSet, new: Holdings, plan: Plan) -> bool:
+    """A model that is another one without its adapter: the other's frozen weights are its own."""
+    model = next((m for m in plan.models if m.name == before.model), None)
+    if model is None or model.base is None or model.lora is not None:
+        return False
+    base = plan.model(model.base)
+    same = (base.arch, base.head, base.precision) == (model.arch, model.head, model.precision)
+    return base.lora is not None and same and bool(new.of_model(base.name))
+
+
 def check_state(old: Holdings, new: Holdings, plan: Plan, *, allow_destroy: bool) -> list[Diagnostic]:
     found = []
     for before in old.sets:
         gone = dropped_slots(before, new)
-        if gone and not allow_destroy:
+        if gone and not allow_destroy and not _held_by_base(before, new, plan):
             what = "all of its state" if len(gone) == len(before.slots) else "its " + ", ".join(gone)
             found.append(
                 Diagnostic(

@@ -72,7 +72,7 @@ def test_text_of_2k_to_4k(nereusc):
     )
     assert block(ran.stdout, "safe").startswith("every element once; only held or verified bytes are read; acyclic")
     fits = block(ran.stdout, "fits at 4k")
-    assert fits.startswith("actor.train 62.6 of 72.0, critic.train 70.4 of 72.0 GB")
+    assert fits.startswith("actor.train 62.6 of 72.0, critic.train 70.5 of 72.0 GB")
     assert "ppo-8b-2k.plan would not: actor.train 76.6 of 72.0" in fits
 
 

@@ -122,7 +122,7 @@ def test_host_memory() -> None:
     (error,) = _errors(plan)
     assert (error.code, error.headline) == (
         "NRS4002",
-        "offloaded state does not fit in host memory: 336.5 of 300.0 GB on n0",
+        "offloaded state does not fit in host memory: 336.6 of 300.0 GB on n0",
     )
     assert error.notes == ("critic.train 210.2 + actor.generate 64.2 + ref.infer 32.1 + reward.infer 30.0 GB",)
     assert _errors(_on_hosts_of(ppo_8b_2k(), 337 * GB)) == []
