@@ -17,12 +17,13 @@ from frameworks import hf_models  # noqa: E402
 from frameworks.harness import RunFailed, run  # noqa: E402
 
 from nereus.ir.arch import Arch  # noqa: E402
-from nereus.ir.fragment import Fragment, fragments_of  # noqa: E402
+from nereus.ir.fragment import Fragment, RankState, fragments_of  # noqa: E402
 from nereus.models.naming.base import Where  # noqa: E402
 from nereus.models.naming.hf import HfNaming  # noqa: E402
-from nereus.runtime.adapters import dcp, dcp_write, safetensors_files, safetensors_write  # noqa: E402
+from nereus.runtime.adapters import dcp, dcp_job, dcp_write, safetensors_files, safetensors_write  # noqa: E402
 from nereus.runtime.adapters.base import Binding, BindingBuilder  # noqa: E402
 from nereus.runtime.adapters.boxes import chunk_fragments  # noqa: E402
+from nereus.runtime.adapters.fsdp2 import Fsdp2  # noqa: E402
 from nereus.runtime.adapters.regions import copy_regions, logical_shapes  # noqa: E402
 from nereus.runtime.adapters.whole import Whole, gather  # noqa: E402
 
@@ -177,15 +178,17 @@ def test_four_ranks_write_safetensors_and_a_killed_one_leaves_the_old(tmp_path: 
 # --- torch DCP ------------------------------------------------------------------------------------------------------
 
 
-def train(family: str, seed: int, steps: int, **more: Any) -> tuple[Any, Any]:
-    """An FSDP2 model and its optimizer after ``steps`` updates (0: moments are there, and zero)."""
+def train(family: str, seed: int, steps: int | None, *, lr: float = 1e-2, **more: Any) -> tuple[Any, Any]:
+    """An FSDP2 model and its optimizer after ``steps`` updates (0: moments are there, and zero; None: none yet)."""
     from torch.distributed.fsdp import fully_shard
 
     model = build(family, seed, **more)
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    if steps is None:
+        return model, optimizer
     for step in range(max(steps, 1)):
         tokens = torch.arange(step, step + 16)[None]
         model(input_ids=tokens, labels=tokens).loss.backward()
@@ -213,6 +216,14 @@ def nested(model: Any, optimizer: Any, flatten: bool) -> dict[str, Any]:
     return {"model": weights, "optim": optim}
 
 
+def one_more(arch: Arch, model: Any, optimizer: Any, rank: int) -> Whole:
+    """State after one more update."""
+    tokens = torch.arange(40, 56)[None]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    return gather(everyone(bind_job(arch, model, optimizer, rank)), logical_shapes(arch))
+
+
 def everyone(binding: Binding) -> list[Binding]:
     """The bindings of all ranks, as copies."""
     found: list[Any] = [None] * torch.distributed.get_world_size()
@@ -229,22 +240,17 @@ def _save(rank: int, world_size: int, family: str, more: dict[str, Any], folder:
     for flatten in (False, True):
         torch_dcp.save(nested(model, optimizer, flatten), checkpoint_id=f"{folder}/{flatten}")
     live = bind_job(arch, model, optimizer, rank)
-    dcp_write.save(f"{folder}/ours", live, HfNaming(arch=arch), entries=beside(model, optimizer))
+    adapter = Fsdp2(model, optimizer, naming=HfNaming(arch=arch))
+    entries = dcp_job.entries_of(adapter.job_state(), HfNaming(arch=arch))
+    dcp_write.save(f"{folder}/ours", live, HfNaming(arch=arch), entries=entries)
     whole = gather(everyone(live), logical_shapes(arch))
     return whole if rank == 0 else None
-
-
-def beside(model: Any, optimizer: Any) -> dict[str, Any]:
-    """What torch stores beside weights and moments: a step for each parameter, and the groups."""
-    optim = nested(model, optimizer, False)["optim"]
-    steps = {name: {"step": slots["step"]} for name, slots in optim["state"].items()}
-    return {"optim": {"state": steps, "param_groups": optim["param_groups"]}}
 
 
 def _read(rank: int, world_size: int, family: str, more: dict[str, Any], folder: str) -> Any:
     """Theirs by us into an FSDP2 job of another size and into a flat partition of everything; ours by torch."""
     import torch.distributed.checkpoint as torch_dcp
-    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import set_state_dict
 
     arch = hf_models.arch(family, **more)
     naming, shapes = HfNaming(arch=arch), logical_shapes(arch)
@@ -261,16 +267,33 @@ def _read(rank: int, world_size: int, family: str, more: dict[str, Any], folder:
         torch_dcp.load(state, checkpoint_id=f"{folder}/{flatten}")
         loaded = bind_job(arch, peer, peer_optimizer, rank)  # torch loads into the live tensors
         results.append(gather(everyone(loaded), shapes))
-        assert set(holding.steps.values()) == {2.0} and not holding.unread
+        assert not holding.unread
         partition = flat(shapes, ("weight", "exp_avg", "exp_avg_sq"), rank, world_size)
         copy_regions(dcp.bind(f"{folder}/{flatten}", naming, wanted=partition.state).binding, partition)
         results.append(gather(everyone(partition), shapes))
-    model, optimizer = train(family, 9, 0, **more)
-    state = nested(model, optimizer, False)
-    torch_dcp.load(state, checkpoint_id=f"{folder}/ours")
-    set_optimizer_state_dict(model, optimizer, state["optim"])
-    results.append(gather(everyone(bind_job(arch, model, optimizer, rank)), shapes))
-    assert {float(slots["step"]) for slots in optimizer.state.values()} == {2.0}
+    # Who goes on from where: torch from torch's, torch from ours, our adapter from either.
+    after = []
+    for name in ("False", "ours"):
+        model, optimizer = train(family, 9, 0, **more)
+        state = nested(model, optimizer, False)
+        torch_dcp.load(state, checkpoint_id=f"{folder}/{name}")
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        results.append(gather(everyone(bind_job(arch, model, optimizer, rank)), shapes))
+        assert {float(slots["step"]) for slots in optimizer.state.values()} == {2.0}
+        after.append(one_more(arch, model, optimizer, rank))
+    for name in ("False", "True", "ours"):
+        model, optimizer = train(family, 8, None, lr=0.5, **more)
+        adapter = Fsdp2(model, optimizer, naming=naming)
+        job_state = dcp_job.job_state_of(
+            dcp.bind(f"{folder}/{name}", naming, wanted=RankState(rank=rank, storages=(), fragments=()))
+        )
+        adapter.prepare(job_state)
+        live = adapter.bind()
+        copy_regions(dcp.bind(f"{folder}/{name}", naming, wanted=live.state).binding, live)
+        adapter.finish(job_state)
+        assert [c.name for c in adapter.checklist() if c.check() is not None] == []
+        after.append(one_more(arch, model, optimizer, rank))
+    assert all(equal(found, after[0]) for found in after) and not equal(after[0], results[0])
     return results if rank == 0 else None
 
 
@@ -304,7 +327,7 @@ def test_from_four_ranks_to_fewer(tmp_path: Path, family: str, more: dict[str, A
     expected = run(4, _save, family, more, str(tmp_path), timeout=300)[0]
     assert {slot for _, slot in expected} == {"weight", "exp_avg", "exp_avg_sq"}
     found = run(ranks, _read, family, more, str(tmp_path), timeout=300)[0]
-    assert len(found) == 7
+    assert len(found) == 8
     for whole in found:
         assert equal(whole, expected)
 
@@ -326,7 +349,7 @@ def _write_here(
             return resolve(self, item)
 
         dcp_write._Planner.resolve_data = torn
-    dcp_write.save(target, live, HfNaming(arch=arch), entries=beside(model, optimizer))
+    dcp_write.save(target, live, HfNaming(arch=arch))
     return whole if rank == 0 else None
 
 

@@ -20,7 +20,7 @@ from nereus.ir.fragment import Fragment, Segment, fragments_of  # noqa: E402
 from nereus.models.naming.base import Where  # noqa: E402
 from nereus.models.naming.hf import HfNaming  # noqa: E402
 from nereus.models.tensors import logical_tensors  # noqa: E402
-from nereus.runtime.adapters import dcp, dcp_write  # noqa: E402
+from nereus.runtime.adapters import dcp, dcp_job, dcp_write  # noqa: E402
 from nereus.runtime.adapters.base import BindError, Binding, BindingBuilder  # noqa: E402
 from nereus.runtime.adapters.boxes import chunk_fragments, rect_boxes  # noqa: E402
 from nereus.runtime.adapters.regions import copy_regions, logical_shapes  # noqa: E402
@@ -112,14 +112,19 @@ def test_saved_by_torch(tmp_path: Path, arch: Arch) -> None:
     for slots in state["optim"]["state"].values():
         slots["step"] = torch.tensor(3.0)
     state["optim"]["param_groups"] = [{"lr": 0.5, "params": list(state["model"])}]
-    state["rng"] = {"cpu": torch.tensor(7), "schedule": {1, 2}}  # a set is not loaded without running its code
+    state["rng"] = {"cpu": torch.tensor(7), "arch": arch}  # of a class that torch does not load unasked
     torch_dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     holding = dcp.bind(tmp_path, HfNaming(arch=arch))
     assert equal(gather([holding.binding], logical_shapes(arch)), whole)
     assert holding.entries["optim.param_groups.0.lr"] == 0.5
     assert holding.entries["rng.cpu"] == 7
-    assert set(holding.steps.values()) == {3.0}
-    assert holding.steps.keys() == HfNaming(arch=arch).parameters(Where()).keys()
+    assert holding.unread == ("rng.arch",)
+    optimizer = dcp_job.job_state_of(holding)["optimizer"]
+    assert optimizer["groups"] == [{"lr": 0.5}] and optimizer["scalar_kinds"] == {"step": "fp32"}
+    assert optimizer["tensors"].keys() == logical_shapes(arch).keys()
+    for entry in optimizer["tensors"].values():
+        expected = {"group": 0, "slots": {"exp_avg": "fp32", "exp_avg_sq": "fp32"}, "scalars": {"step": 3.0}}
+        assert entry == expected
     target = live(arch)
     copy_regions(dcp.bind(tmp_path, HfNaming(arch=arch), wanted=target.state).binding, target)
     assert equal(gather([target], logical_shapes(arch)), whole)

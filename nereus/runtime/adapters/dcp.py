@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from nereus.ir.fragment import Fragment, RankState
+from nereus.ir.fragment import Fragment, RankState, Segment
 from nereus.models.naming.base import Naming, UnknownParameter, Where
 from nereus.runtime.adapters.base import DTYPE_NAMES, BindError, Binding, BindingBuilder, FrameworkMissing
 from nereus.runtime.adapters.boxes import Box, chunk_fragments
@@ -39,26 +39,28 @@ from nereus.runtime.adapters.regions import (
     logical_shapes,
 )
 from nereus.runtime.adapters.safetensors_files import map_file
+from nereus.runtime.adapters.torch_state import SLOT_NAMES
 
 #: What stands before a model's parameter names and before ``state.<name>.<slot>`` of its optimizer in the keys that
 #: torch's get_state_dict, torchtitan, verl and plain scripts write.
 MODEL_PREFIXES = ("", "model.", "module.", "app.model.", "state.model.", "state_dict.")
 OPTIMIZER_PREFIXES = ("", "optim.", "optimizer.", "optimizers.", "app.optim.", "app.optimizer.", "state.optim.")
 
-#: Scalars that an optimizer keeps for each parameter.
-SCALARS = ("step",)
-
 
 @dataclass(slots=True)
 class Holding:
     """``entries``: everything in the checkpoint that is no region of a logical tensor, by key: parameter groups,
-    schedulers, counters; 0-dim tensors as numbers. ``steps``: the optimizer's step by parameter. ``unread``: keys whose
-    objects torch refuses to load without running their code."""
+    schedulers, counters; 0-dim tensors as numbers, whose dtypes ``kinds`` keeps. ``unread``: keys whose objects torch
+    refuses to load without running their code. ``parameters``: stored parameter -> its logical tensors; ``slots``:
+    stored parameter -> slot -> dtype, whether wanted or not. ``dcp_job`` makes a job state of these."""
 
     binding: Binding
     entries: dict[str, object] = field(default_factory=dict)
-    steps: dict[str, float] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
+    parameters: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    slots: dict[str, dict[str, str]] = field(default_factory=dict)
+    optimizer_prefixes: tuple[str, ...] = OPTIMIZER_PREFIXES
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,8 @@ def bind(
     allow_missing: Sequence[str] = (),
 ) -> Holding:
     """``weight_slot``: what the stored parameters are (FSDP's fp32 parameters may be a job's master weights).
-    ``wanted``: open only chunks that meet these regions (None: all). ``ignore``: patterns of keys that are none of this model.
+    ``wanted``: open only chunks that meet these regions (None: all). ``ignore``: patterns of keys that are none of
+    this model; ``allow_missing``: of logical tensors whose weights may be absent.
 
     BindError names every key that is not understood, wrong shape, truncated file or missing element, with the numbers.
     """
@@ -111,7 +114,12 @@ def bind(
     for chunk in chunks:
         if regions is None or _meets(chunk, regions):
             _open(builder, files, chunk)
-    holding = Holding(builder.finish())
+    holding = Holding(
+        binding=builder.finish(),
+        parameters=reader.parameters,
+        slots=reader.slots,
+        optimizer_prefixes=tuple(optimizer_prefixes),
+    )
     unread = []
     for key, stored in holding_entries.items():
         try:
@@ -119,10 +127,10 @@ def bind(
         except Exception:  # torch has no class of its own for what it will not unpickle
             unread.append(key)
             continue
-        holding.entries[key] = value.item() if isinstance(value, torch.Tensor) and value.ndim == 0 else value
-        step = reader.scalar(key)
-        if step is not None and isinstance(holding.entries[key], int | float):
-            holding.steps[step] = float(holding.entries[key])  # type: ignore[arg-type]
+        if isinstance(value, torch.Tensor):
+            holding.kinds[key] = DTYPE_NAMES.get(value.dtype, "fp32")
+            value = value.item()
+        holding.entries[key] = value
     holding.unread = tuple(unread)
     return holding
 
@@ -181,17 +189,22 @@ class _Reader:
         self.model, self.optimizer = model, optimizer
         self.used: dict[str, dict[str, str]] = {}  # slot kind -> prefix -> a key with it
         self.wrong: list[str] = []
+        self.parameters: dict[str, tuple[str, ...]] = {}
+        self.slots: dict[str, dict[str, str]] = {}
 
     def chunks(self, key: str, stored: Any, places: dict[tuple[str, tuple[int, ...] | None], Any]) -> Iterator[_Chunk]:
         shape, dtype = tuple(stored.size), stored.properties.dtype
         try:
-            slot, segments = self._understand(key, shape)
+            name, slot, segments = self._understand(key, shape)
         except UnknownParameter as error:
             self.wrong.append(f"{key} {list(shape)}: {error}")
             return
         if dtype not in DTYPE_NAMES:
             self.wrong.append(f"{key} {list(shape)}: state of dtype {dtype} is not known")
             return
+        self.parameters[name] = tuple(dict.fromkeys(segment.tensor for segment in segments))
+        if slot != self.weight_slot:
+            self.slots.setdefault(name, {})[slot] = DTYPE_NAMES[dtype]
         for part in stored.chunks:
             box: Box = (tuple(part.offsets), tuple(part.sizes))
             place = places.get((key, box[0]))
@@ -206,15 +219,8 @@ class _Reader:
             found = chunk_fragments(segments, shape, box, slot=slot, storage=0, origin=0)
             yield _Chunk(key, place, tuple(found), dtype, box[1])
 
-    def scalar(self, key: str) -> str | None:
-        """Parameter whose step ``key`` is, or None."""
-        for prefix in self.optimizer:
-            match = re.fullmatch(re.escape(prefix) + r"state\.(.+)\.(\w+)", key)
-            if match is not None and match[2] in SCALARS:
-                return match[1]
-        return None
-
-    def _understand(self, key: str, shape: tuple[int, ...]) -> tuple[str, Any]:
+    def _understand(self, key: str, shape: tuple[int, ...]) -> tuple[str, str, tuple[Segment, ...]]:
+        """(parameter, slot, segments)."""
         reasons: list[str] = []
         for prefix in self.model:
             if key.startswith(prefix):
@@ -224,13 +230,13 @@ class _Reader:
                     reasons.append(str(error))
                     continue
                 self.used.setdefault("weights", {}).setdefault(prefix, key)
-                return self.weight_slot, found
+                return key[len(prefix) :], self.weight_slot, found
         for prefix in self.optimizer:
             match = re.fullmatch(re.escape(prefix) + r"state\.(.+)\.(\w+)", key)
             if match is not None:
                 found = self.naming.segments(match[1], shape, Where())
                 self.used.setdefault("optimizer state", {}).setdefault(prefix, key)
-                return match[2], found
+                return match[1], SLOT_NAMES.get(match[2], match[2]), found
         raise UnknownParameter(" / ".join(reasons) or "no known prefix; name it in model_prefixes, or pass ignore")
 
     def finish(self) -> None:

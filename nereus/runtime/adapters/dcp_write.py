@@ -68,12 +68,14 @@ def save(
     slots: Sequence[str] | None = None,
     model_path: Sequence[str] = MODEL_PATH,
     optimizer_path: Sequence[str] = OPTIMIZER_PATH,
+    slot_keys: Mapping[str, str] | None = None,
     entries: Mapping[str, Any] | None = None,
 ) -> int:
     """Write all slots (or ``slots``) that the ranks of ``group`` hold together. Returns the bytes this rank wrote.
 
-    ``weight_slot`` is stored under ``model_path``, the others under ``optimizer_path``. ``entries``: a nested dict of
-    what else the folder holds (parameter groups, steps, schedulers), taken from rank 0. Parameters are those of
+    ``weight_slot`` is stored under ``model_path``, the others under ``optimizer_path``, by the optimizer's own names
+    where ``slot_keys`` has one. ``entries``: a nested dict of what else the folder holds (parameter groups, steps,
+    schedulers: ``dcp_job.entries_of``), taken from rank 0. Parameters are those of
     ``naming.parameters``, and a tied head under its own name too, as torch saves it. BindError on all ranks, with the
     older checkpoint in place, where elements are missing or a write fails.
     """
@@ -88,6 +90,7 @@ def save(
     dtypes = {slot: slot_dtypes(states, slot) for slot in kept}
     mine = {key: [claim for claim in found if claim.holder == ranks.rank] for key, found in claimed.items()}
     paths = {slot: tuple(model_path if slot == weight_slot else optimizer_path) for slot in kept}
+    paths = {s: tuple(p.replace("{slot}", (slot_keys or {}).get(s, s)) for p in path) for s, path in paths.items()}
     items = list(_items(naming, binding, mine, dtypes, paths, weight_slot))
     folder = Path(ranks.first(lambda: str(begin(target)), f"laying out {target}"))
     try:
@@ -132,7 +135,7 @@ def _items(
             if len(kinds) > 1:
                 raise BindError(f"{name} ({slot}) is made of tensors of {' and '.join(sorted(kinds))}")
             dtype = TORCH_DTYPES[kinds.pop()]
-            full = tuple(step.format(name=name, slot=slot) for step in path)
+            full = tuple(step.replace("{name}", name) for step in path)
             for segment in segments:
                 key, where = (segment.tensor, slot), segment_rect(segment)
                 rows, cols = segment.at_row - segment.row_lo, segment.at_col - segment.col_lo
