@@ -212,15 +212,13 @@ def _degrees_setter(
 ) -> Callable[[Plan], Plan]:
     split = (num_layers // pp,) * pp
 
+    def changed(plan: Plan, stage: Stage) -> Stage:
+        # Experts that were cut like everything else still are.
+        etp = tp if plan.model(stage.model).arch.moe is not None and stage.etp == stage.tp else stage.etp
+        stage = replace(stage, tp=tp, pp=pp, dp=dp, etp=etp, fsdp=fsdp, sp=True)
+        return replace(stage, vp=1, pp_split=split, chunks=())
+
     def change(plan: Plan) -> Plan:
-        return replace(
-            plan,
-            stages=tuple(
-                replace(s, tp=tp, pp=pp, dp=dp, fsdp=fsdp, sp=True, vp=1, pp_split=split, chunks=())
-                if s.name in names
-                else s
-                for s in plan.stages
-            ),
-        )
+        return replace(plan, stages=tuple(changed(plan, s) if s.name in names else s for s in plan.stages))
 
     return change
