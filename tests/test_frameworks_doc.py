@@ -1,0 +1,44 @@
+"""docs/frameworks.md: its example runs, and every cell of its tables names tests that exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = (ROOT / "docs" / "frameworks.md").read_text()
+
+
+def names_by_file() -> dict[str, set[str]]:
+    return {
+        path.name: {n.name for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef)}
+        for path in (ROOT / "tests").rglob("test_*.py")
+    }
+
+
+def test_every_test_that_is_named_exists() -> None:
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", TEXT)
+    assert len(named) > 30
+    known = names_by_file()
+    assert [f"{file}::{name}" for file, name in named if name not in known.get(file, set())] == []
+
+
+def test_no_cell_without_a_test() -> None:
+    tables = [block for block in TEXT.split("\n\n") if block.startswith(("| family", "| framework | layouts"))]
+    assert len(tables) == 2
+    families, layouts = ([line.split("|")[1:-1] for line in t.splitlines()[2:]] for t in tables)
+    for row in families:
+        for cell in row[1:]:
+            assert "::" in cell or cell.strip() == "-", row[0]
+    for row in layouts:
+        assert "::" in row[-1], row[0]
+
+
+def test_the_example_runs() -> None:
+    pytest.importorskip("torch")
+    examples = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+    assert len(examples) == 1
+    exec(compile(examples[0], "docs/frameworks.md", "exec"), {})
