@@ -197,3 +197,31 @@ def test_other_orders_and_paddings_of_the_flat_buffer() -> None:
 
 def test_stage_0() -> None:
     run(2, _chain, At(0, 2, accessors=False), At(1, 2), At(0, 1, accessors=False), timeout=400)
+
+
+def test_frozen_parameters_move_without_optimizer_state() -> None:
+    frozen = {"frozen": "embed_tokens"}
+    results = run(2, _chain, At(1, 2, frozen), At(3, 1, frozen, accessors=False), timeout=400)
+    state = results[0][0][0]
+    assert {f.slot for f in state.fragments if f.tensor == "model.embed_tokens.weight"} == {"weight"}
+
+
+def _reference(rank: int, world: int) -> tuple[float, float, tuple[str, ...]]:
+    from nereus.runtime.adapters.deepspeed import DeepSpeedAdapter
+
+    actor = build(1, Group(1))
+    train(actor, 0, 2)
+    reference = build(3, Group(2), seed=9, optimizer=None, scheduler=None)
+    loss(reference)  # its parameters are gathered, then filled under a fresh partition
+    target = DeepSpeedAdapter(reference, NAMING)
+    new = target.bind()
+    move(DeepSpeedAdapter(actor, NAMING).bind() if rank == 0 else None, new, TENSORS)
+    target.finish(target.job_state())
+    assert [(c.name, c.check()) for c in target.checklist() if c.check() is not None] == []
+    return loss(actor), loss(reference), new.state.slots()
+
+
+def test_reference_model_without_optimizer_takes_the_weights() -> None:
+    (actor, one, slots), (_, two, _) = run(2, _reference, timeout=400)
+    assert actor == one == two
+    assert slots == ("weight",)
