@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from nereus.models.naming.explicit import ExplicitNaming
 from nereus.runtime.adapters.base import BindError, Binding
+from nereus.runtime.adapters.classify import Declared
 from nereus.runtime.adapters.fsdp2 import Fsdp2
 from nereus.runtime.adapters.whole import Whole, gather, scatter
 
@@ -183,6 +184,15 @@ def _refusals(rank: int, world_size: int) -> tuple[list[str], str]:
         text = ""
     except BindError as error:
         text = str(error)
+    declared = Declared(
+        state={"ema.*": "ema"},
+        derived=("running",),
+        caches=("extra._extra_state", "optimizer.state.up.weight.row_sums"),
+    )
+    binding = Fsdp2(module, optimizer, naming=_named(_SHAPES)[0], declared=declared).bind()
+    found = _gathered(binding, _named(_SHAPES)[1])
+    for name in _SHAPES:
+        assert torch.equal(found[name, "ema"], found[name, "weight"])
     names = sorted(line.split(":")[0].strip() for line in text.splitlines() if line.startswith("  "))
     backwards = DeviceMesh("cpu", torch.arange(world_size).flip(0))
     try:

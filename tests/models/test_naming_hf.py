@@ -89,14 +89,12 @@ def test_a_tensor_that_a_plan_leaves_whole_is_known() -> None:
     assert (segment.row_lo, segment.row_hi) == (20, 40)
 
 
-def test_names_of_peft_adapters() -> None:
-    naming = HfNaming(arch=DENSE, lora=Lora(rank=2, alpha=4.0, targets=("q_proj",)))
-    prefix = "base_model.model.model.layers.0.self_attn.q_proj"
-    names = {f"{prefix}.base_layer.weight": (16, 16), f"{prefix}.lora_A.default.weight": (2, 16)}
-    assert [naming.segments(n, shape, Where())[0].tensor for n, shape in names.items()] == [
-        "model.layers.0.self_attn.q_proj.weight",
-        "model.layers.0.self_attn.q_proj.lora_A.weight",
-    ]
+def test_factors_are_known_where_the_model_is_adapted() -> None:
+    name = "model.layers.0.self_attn.q_proj.lora_A.weight"
+    adapted = HfNaming(arch=DENSE, lora=Lora(rank=2, alpha=4.0, targets=("q_proj",)))
+    assert adapted.segments(name, (2, 16), Where())[0].tensor == name
+    with pytest.raises(UnknownParameter, match="lora_A"):
+        HfNaming(arch=DENSE).segments(name, (2, 16), Where())
 
 
 @pytest.mark.parametrize(

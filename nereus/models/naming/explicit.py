@@ -35,9 +35,8 @@ class ExplicitNaming:
         for s in segments:
             if s.at_row + s.row_hi - s.row_lo > rows or s.at_col + s.col_hi - s.col_lo > cols:
                 part = f"{s.tensor} [{s.row_lo}:{s.row_hi}, {s.col_lo}:{s.col_hi}]"
-                raise UnknownParameter(
-                    f"parameter '{parameter}' is {list(shape)}: {part} does not fit at row {s.at_row}, column {s.at_col}"
-                )
+                place = f"row {s.at_row}, column {s.at_col}"
+                raise UnknownParameter(f"parameter '{parameter}' is {list(shape)}: {part} does not fit at {place}")
         return segments
 
 

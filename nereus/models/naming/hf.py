@@ -38,7 +38,7 @@ class HfNaming:
     tensor that a plan leaves whole (its shape says so) is known as well.
 
     ``fused_experts`` chooses what ``parameters`` lists: modules of transformers 5, or the names of a checkpoint;
-    ``segments`` knows both. ``lora``: with the factors of peft's default adapter.
+    ``segments`` knows both. ``lora``: with the factors under their logical names (``PeftNaming`` knows peft's own).
     """
 
     arch: Arch
@@ -97,8 +97,6 @@ class HfNaming:
         return self.fused_experts and tensor.expert is not None and not adapted and ".lora_" not in tensor.name
 
     def _logical_name(self, name: str) -> str:
-        if self.lora is not None:
-            name = name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".default.", ".")
         if name == "lm_head.weight" and self.arch.tied_embeddings and self.head == "lm":
             return "model.embed_tokens.weight"
         if self.arch.family == "mixtral":
