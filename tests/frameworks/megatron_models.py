@@ -50,7 +50,7 @@ class At:
     optimizer: str | None = "distributed"  # or plain
     bf16: bool = False
     vocab_multiple: int = 32
-    bucket: int | None = None  # parameters in a bucket; with it gradients are reduced while backward runs
+    bucket: int | None = None  # parameters in a bucket; with it collectives overlap backward and forward
     clip: float = 1.0
 
     def __str__(self) -> str:
@@ -221,6 +221,7 @@ def build(
             ddp = DistributedDataParallelConfig(
                 use_distributed_optimizer=at.optimizer == "distributed",
                 overlap_grad_reduce=at.bucket is not None,
+                overlap_param_gather=at.bucket is not None,
                 bucket_size=at.bucket,
                 grad_reduce_in_fp32=True,
             )
@@ -242,7 +243,7 @@ def optimizer_of(chunks: list[Any], at: At) -> tuple[Any, Any]:
         OptimizerConfig(
             optimizer="adam", lr=1e-2, min_lr=1e-3, weight_decay=0.01, clip_grad=at.clip, bf16=at.bf16,
             params_dtype=torch.bfloat16 if at.bf16 else torch.float32,
-            use_distributed_optimizer=at.optimizer == "distributed",
+            use_distributed_optimizer=at.optimizer == "distributed", overlap_param_gather=at.bucket is not None,
         ),
         chunks,
     )  # fmt: skip
@@ -315,9 +316,11 @@ def compare_with_metadata(trainer: Trainer, whole: Mapping[tuple[str, str], torc
             inner = inner.module
         model[f"model{number}"] = inner.sharded_state_dict()
     optimizer = None
-    # Of several buckets Megatron's own gather for checkpoints is wrong: it drops the padding between them and then
-    # reads at offsets that count it (it warns of "data corruption").
-    if trainer.optimizer is not None and trainer.at.bucket is None:
+    # Of several buckets Megatron's own gather for checkpoints is wrong where padding lies between them: it drops the
+    # padding, then reads at offsets that count it (and may warn of "data corruption").
+    buffers = [b for chunk in trainer.chunks for b in getattr(chunk, "buffers", ())]
+    padded = any(k.numel_unpadded < k.grad_data.numel() for b in buffers for k in b.buckets[:-1])
+    if trainer.optimizer is not None and not padded:
         metadata = {"distrib_optim_sharding_type": "fully_reshardable"} if trainer.at.optimizer != "plain" else None
         flat = {k: v for part in model.values() for k, v in part.items()} if len(model) == 1 else model
         optimizer = trainer.optimizer.sharded_state_dict(flat, metadata=metadata)
