@@ -168,10 +168,6 @@ def config(stage: int, ranks: int, **changes: Any) -> dict[str, Any]:
     return {key: value for key, value in made.items() if value is not None}
 
 
-def is_fp32(engine: Any) -> bool:
-    return not (engine.bfloat16_enabled() or engine.fp16_enabled())
-
-
 def build(stage: int, group: Group, *, seed: int = 0, groups: bool = False, frozen: str = "", **changes: Any) -> Any:
     """An engine on this rank's part of ``group``. ``groups``: norms in groups of their own."""
     import logging

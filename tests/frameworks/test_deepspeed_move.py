@@ -15,7 +15,6 @@ from frameworks.deepspeed_engines import (
     TENSORS,
     Group,
     build,
-    is_fp32,
     loss,
     set_by_deepspeed,
     train,
@@ -113,14 +112,14 @@ def _chain(rank: int, world: int, first: At, *others: At) -> list[Any]:
         if new_group.inside:
             _close(steps, unmoved)
         done += 2
-        facts.append((new.state, moved.gradient_accumulation_steps(), is_fp32(moved)))
+        facts.append((new.state, moved.gradient_accumulation_steps()))
         engine, group = moved, new_group
     return facts
 
 
 def test_zero_1_shrinks_and_grows_again() -> None:
     results = run(4, _chain, At(1, 4), At(1, 2), At(1, 3), timeout=400)
-    (two, accumulation, _), (three, _, _) = results[0]
+    (two, accumulation), (three, _) = results[0]
     assert accumulation == BATCH // 2
     assert set(two.slots()) == {"weight", "master", "exp_avg", "exp_avg_sq"}
     cut = [f for f in two.fragments if f.slot == "master" and f.numel < (f.row_hi - f.row_lo) * f.num_cols]
@@ -158,7 +157,7 @@ def test_zero_1_to_3_and_back_with_groups() -> None:
 
 def test_weights_rounded_from_masters() -> None:
     results = run(3, _chain, At(2, 3), At(3, 2, derive=True), At(1, 3, derive=True), timeout=400)
-    assert all("weight" not in state.slots() for state, _, _ in results[0])
+    assert all("weight" not in state.slots() for state, _ in results[0])
 
 
 def test_bf16_optimizer() -> None:
@@ -176,13 +175,13 @@ def test_fp16_scaler_goes_on() -> None:
 def test_fp32_engine_has_no_masters() -> None:
     fp32 = {"bf16": None}
     results = run(3, _chain, At(1, 3, fp32), At(3, 2, fp32), At(2, 3, fp32), timeout=400)
-    assert all(set(state.slots()) == {"weight", "exp_avg", "exp_avg_sq"} for state, _, _ in results[0])
+    assert all(set(state.slots()) == {"weight", "exp_avg", "exp_avg_sq"} for state, _ in results[0])
 
 
 def test_optimizer_in_host_memory() -> None:
     offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}}
     results = run(2, _chain, At(2, 2), At(2, 1, offload), At(3, 2, offload), At(2, 2), timeout=400)
-    for state, _, _ in results[0][:2]:
+    for state, _ in results[0][:2]:
         assert {s.host for s in state.storages if "fp32" in s.name} == {True}
         assert {s.host for s in state.storages if "fp32" not in s.name} == {False}
     assert not any(s.host for s in results[0][2][0].storages)

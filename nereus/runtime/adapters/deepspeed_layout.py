@@ -8,7 +8,6 @@ offsets again would repeat DeepSpeed's rules and their changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -311,12 +310,3 @@ def _name(names: dict[int, str], param: Any) -> str:
             "the engine's module"
         )
     return name
-
-
-def unique(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Each memory once."""
-    seen = set()
-    for tensor in tensors:
-        if tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
-            yield tensor
