@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from nereus.ir.fragment import Segment
 from nereus.models.naming.explicit import ExplicitNaming
 from nereus.runtime.adapters.base import BindError, Binding
 from nereus.runtime.adapters.classify import Declared
@@ -447,3 +448,19 @@ def test_the_checklist_sees_each_fault(broken: str) -> None:
     assert scalers[1].get_scale() == 2.0**7
     BREAKS[broken](new, target)
     assert broken in [c.name for c in target.checklist() if c.check() is not None]
+
+
+def test_a_learned_table_is_no_derived_one_whatever_its_name() -> None:
+    job = Job()
+    job.module.turns_inv_freq = nn.Parameter(torch.zeros(3))
+    with pytest.raises(BindError, match="'turns_inv_freq' is not declared"):
+        PlainTorch(job.module, naming=naming()).bind()
+
+
+def test_a_declared_part_must_lie_inside_its_parameter() -> None:
+    named = {
+        **naming()._parameters,
+        "up.bias": (Segment(tensor="up.bias", row_lo=0, row_hi=9, col_lo=0, col_hi=1, at_row=1),),
+    }
+    with pytest.raises(BindError, match=r"up\.bias.* \[0:9, 0:1\] does not fit at row 1, column 0"):
+        PlainTorch(Net(), naming=named).bind()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 import torch
@@ -166,7 +167,7 @@ class PlainTorch:
             known.add(tensor)
         for name, tensor, persistent in tensors:
             path = unwrapped(name)
-            if self._declared.kind(path) is not None or _derived(path):
+            if self._declared.kind(path) is not None or _derived(path, tensor):
                 census.take(path, tensor, "a buffer")
             elif not persistent:
                 census.refuse(path, f"a buffer {list(tensor.shape)} that no checkpoint saves")
@@ -397,10 +398,9 @@ def num_cols(shape: Sequence[int]) -> int:
     return shape[-1] if len(shape) > 1 else 1
 
 
-def _derived(path: str) -> bool:
-    from fnmatch import fnmatchcase
-
-    return any(fnmatchcase(path, pattern) for pattern in DERIVED)
+def _derived(path: str, tensor: torch.Tensor) -> bool:
+    """Whether a module computes it from its configuration. A parameter is learned, whatever its name."""
+    return not isinstance(tensor, torch.nn.Parameter) and any(fnmatchcase(path, pattern) for pattern in DERIVED)
 
 
 def _refuse_second_holders(inventory: _Inventory) -> None:
