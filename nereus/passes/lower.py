@@ -54,7 +54,9 @@ class StageChange:
         return self.marks != MARKS["keep"]
 
 
-_GEOMETRY = ("cp", "ep", "etp", "vp", "zero", "fsdp", "pp_split")
+_GEOMETRY = ("cp", "ep", "etp", "vp", "zero", "fsdp", "pp_split", "chunks")
+#: They follow from pp where it changes.
+_SPLITS = ("pp_split", "chunks")
 #: Fields of a stage that the primitives and degrees already tell, or that are no setting.
 _TOLD = {"model", "kind", "devices", "tp", "pp", "dp", "place", "slots", "span", "key_spans", *_GEOMETRY}
 _KEYS = {"with_": "with", "kv_cache_bytes": "kv_cache", "mem_fraction": "mem"}
@@ -88,11 +90,11 @@ def _change(old: Plan, new: Plan, name: str) -> StageChange:
 
 
 def emus(stage: Stage) -> tuple[frozenset[Device], ...]:
-    """Device sets of the stage's complete replicas: closed under tp, pp, cp and the shard groups along dp."""
-    coords = layout_of(stage).coordinates()
+    """Device sets of the stage's complete replicas: closed under tp, pp, cp, ep and every slot's shard groups."""
+    coords, unit_of_dp = layout_of(stage).coordinates(), stage.unit_of_dp
     sets: dict[int, set[Device]] = {}
     for rank, device in enumerate(stage.ranks):
-        sets.setdefault(int(coords["dp"][rank]) // stage.num_shards, set()).add(device)
+        sets.setdefault(unit_of_dp[int(coords["dp"][rank])], set()).add(device)
     return tuple(frozenset(sets[i]) for i in sorted(sets))
 
 
@@ -112,8 +114,8 @@ def _primitives(old: Plan, before: Stage, after: Stage, lost: set[str]) -> tuple
     gone = tuple(d for d in before.ranks if d not in stays)
     fresh = tuple(d for d in after.ranks if d not in had)
     old_layout, new_layout = (before.tp, before.pp), (after.tp, after.pp)
-    reshaped = any(getattr(before, key) != getattr(after, key) for key in _GEOMETRY if key != "pp_split")
-    uneven = before.pp == after.pp and before.pp_split != after.pp_split
+    reshaped = any(getattr(before, key) != getattr(after, key) for key in _GEOMETRY if key not in _SPLITS)
+    uneven = before.pp == after.pp and any(getattr(before, key) != getattr(after, key) for key in _SPLITS)
     common = common_layout(before, after)
     # A ZeRO group grows or shrinks with dp: its shards are cut anew even where nothing else changes.
     shards = before.num_shards != after.num_shards
