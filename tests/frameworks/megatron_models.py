@@ -118,14 +118,26 @@ class Trainer:
         return sum(flat) / len(flat), float(norm), lr
 
 
+#: Groups of each ``start``, oldest first.
+_started: list[list[Any]] = []
+
+
 def start(at: At, seed: int = 1) -> None:
-    """Groups of ``at`` instead of those there are."""
+    """Groups of ``at`` instead of those there are; those before them stay for the trainer that is moved from.
+
+    Megatron forgets its groups and never frees them, and each keeps three polling threads of gloo.
+    """
     from megatron.core import parallel_state, tensor_parallel
 
     parallel_state.destroy_model_parallel()
+    while len(_started) > 1:
+        for group in _started.pop(0):
+            dist.destroy_process_group(group)
+    before = set(dist.distributed_c10d._world.pg_map)
     parallel_state.initialize_model_parallel(
         at.tp, at.pp, at.vp, expert_model_parallel_size=at.ep, expert_tensor_parallel_size=1
     )
+    _started.append([group for group in dist.distributed_c10d._world.pg_map if group not in before])
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
