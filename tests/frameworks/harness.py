@@ -72,6 +72,9 @@ def run(
     """
     if "<locals>" in function.__qualname__:
         raise ValueError(f"{function.__qualname__}: only a function at module level can be named to another process")
+    if function.__module__ == "__main__":
+        # The other process would load the script under that name and so pass its guard: every child runs children.
+        raise ValueError(f"{function.__qualname__} is in the script that was started; put it in a module and import it")
     with tempfile.TemporaryDirectory(prefix="nereus-test-") as name:
         folder = Path(name)
         module = sys.modules[function.__module__]

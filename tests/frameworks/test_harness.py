@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import types
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,6 +87,13 @@ def test_much_output_does_not_block() -> None:
 def test_local_function_is_refused() -> None:
     with pytest.raises(ValueError, match="module level"):
         run(1, lambda rank, world_size: None)
+
+
+def test_function_of_the_started_script_is_refused() -> None:
+    scripted = types.FunctionType(_talkative.__code__, globals(), "scripted")
+    scripted.__module__ = "__main__"
+    with pytest.raises(ValueError, match="the script that was started"):
+        run(1, scripted)
 
 
 def test_code_that_asks_for_cuda_runs_on_the_cpu() -> None:
