@@ -92,8 +92,8 @@ class LogicalTensor:
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """(rows, cols) of a tensor seen as a matrix: dim 0 by everything else; a vector is n x 1."""
+    """(rows, cols) of a tensor seen as a matrix: dim 0 by everything else; a vector is n x 1, a scalar 1 x 1."""
     cols = 1
     for extent in shape[1:]:
         cols *= extent
-    return shape[0], cols
+    return (shape[0] if shape else 1), cols

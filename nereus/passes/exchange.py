@@ -58,7 +58,7 @@ def _check_slots(old: Holdings, new: Holdings) -> None:
     for state_set in new.sets:
         held = [s for source in old.of_model(state_set.model) for s in source.slots]
         for slot in state_set.slots:
-            alike = [s for s in held if s.name.split(":")[0] == slot.name.split(":")[0]]
+            alike = [s for s in held if s.name.rpartition(":")[0] == slot.name.rpartition(":")[0]]
             if not alike:
                 reasons.append(f"{state_set.stage} wants {slot.name}, which nothing holds")
             elif all(s.dtype != slot.dtype for s in alike):

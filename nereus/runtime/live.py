@@ -18,7 +18,7 @@ import torch.distributed
 
 from nereus.ir.cluster import Cluster, Device, GpuType, Node
 from nereus.ir.described import DescribedLayout, DescriptionError, describe_layout, primary_fragments
-from nereus.ir.fragment import Fragment, RankState
+from nereus.ir.fragment import RankState
 from nereus.ir.holdings import Holdings, StateSet, Topology, join_clusters
 from nereus.ir.layout import BoundLayout
 from nereus.ir.plan import Slot
@@ -30,6 +30,7 @@ from nereus.passes.exchange import ExchangeError, compile_exchange
 from nereus.runtime.account import ExecutionReport
 from nereus.runtime.adapters.base import BindError, Binding
 from nereus.runtime.executor import ExecutorOptions, execute
+from nereus.runtime.footprint import check_memory, row_starts, zero_padding
 from nereus.runtime.relocate import Home, homes, relocate
 from nereus.runtime.state import DeviceState
 from nereus.runtime.transports.gloo import Gloo
@@ -55,6 +56,7 @@ class _Offer:
     host: str
     old: RankState | None
     new: RankState | None
+    fault: str = ""  # why its memory cannot take part
 
 
 def move(
@@ -70,21 +72,36 @@ def move(
     """Fill ``new`` of all processes of ``group`` (None: the default group) from ``old`` of all of them, bit for bit.
 
     Called by every process of the group. ``tensors``: the model's logical tensors. Elements of new storages that are
-    no state (padding) become zero. Raises MoveError before anything is written, ExecutionFailed where an execution
-    fails: then ``old`` is untouched, and ``new`` is not to be used.
+    no state (padding) become zero. Raises BindError (where a process's own memory is at fault) or MoveError before
+    anything is written, ExecutionFailed where an execution fails: then ``old`` is untouched, and ``new`` is not to be
+    used.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    offer = _Offer(socket.gethostname(), old.state if old else None, new.state if new else None)
+    fault = ""
+    try:
+        check_memory([old] if old else [], [new] if new else [])
+    except BindError as error:
+        fault = str(error)
+    offer = _Offer(socket.gethostname(), old.state if old else None, new.state if new else None, fault)
     offers: list[Any] = [None] * size
     dist.all_gather_object(offers, offer, group=group)
+    if fault:
+        raise BindError(fault)
+    faults = [f"process {number}: {o.fault}" for number, o in enumerate(offers) if o.fault]
+    if faults:  # known everywhere, so that nobody waits for a process that has given up
+        raise MoveError("; ".join(faults))
     plan: list[Any] = [None]
     answers: list[Any] | None = None
+    broken: Exception | None = None
     if rank == 0:
-        answers = _answers(offers, tuple(tensors), model, gpu)
+        try:
+            answers = _answers(offers, tuple(tensors), model, gpu)
+        except Exception as error:  # a fault here must not leave the others waiting
+            broken, answers = error, [f"the exchange could not be compiled: {error!r}"] * size
     source = 0 if group is None else dist.get_global_rank(group, 0)
     dist.scatter_object_list(plan, answers, src=source, group=group)
     if isinstance(plan[0], str):
-        raise MoveError(plan[0])
+        raise MoveError(plan[0]) from broken
     program, devices = plan[0]
     number = [next(_count)]
     dist.broadcast_object_list(number, src=source, group=group)
@@ -109,6 +126,7 @@ def move_here(
     gpu: str = DEFAULT_GPU,
 ) -> ExecutionReport:
     """The same with all participants in this process: ``old[p]`` and ``new[p]`` are those of participant p."""
+    check_memory([a for a in old if a], [b for b in new if b])
     offers = [_Offer("here", a.state if a else None, b.state if b else None) for a, b in zip(old, new, strict=True)]
     answers = _answers(offers, tuple(tensors), model, gpu)
     if isinstance(answers[0], str):
@@ -117,11 +135,9 @@ def move_here(
     states: dict[Device, DeviceState] = {}
     memory: dict[tuple[Device, int], torch.Tensor] = {}
     for (program, _), a, b in zip(answers, old, new, strict=True):
-        _check_memory(a, b)
         programs[program.device], states[program.device] = _bound(program, a, b, memory)
     report = _execute(programs, states, memory, InProcess(), 60.0)
-    for b in new:
-        _after(b)
+    _after([b for b in new if b])
     return report
 
 
@@ -193,7 +209,7 @@ def _state_set(
         model=model,
         tensors=tensors,
         bound=BoundLayout(layout=layout, ranks=tuple(device for device, _ in members)),
-        slots=tuple(Slot(name=slot, dtype=slot.split(":")[1]) for slot in slots),
+        slots=tuple(Slot(name=slot, dtype=slot.rpartition(":")[2]) for slot in slots),
     )
 
 
@@ -211,11 +227,10 @@ def _by_dtype(state: RankState) -> RankState:
 def _run(
     program: Program, old: Binding | None, new: Binding | None, transport: Any, deadline_s: float
 ) -> ExecutionReport:
-    _check_memory(old, new)
     memory: dict[tuple[Device, int], torch.Tensor] = {}
     bound, state = _bound(program, old, new, memory)
     report = _execute({program.device: bound}, {program.device: state}, memory, transport, deadline_s)
-    _after(new)
+    _after([new] if new else [])
     return report
 
 
@@ -257,65 +272,14 @@ def _bound(
     return bound, state_of
 
 
-def _check_memory(old: Binding | None, new: Binding | None) -> None:
-    for binding in (old, new):
-        for storage, data in zip(*((binding.state.storages, binding.memory) if binding else ((), ())), strict=True):
-            if data.device.type != "cpu":
-                raise BindError(f"{storage.name} is on {data.device}: moving live objects works on CPU memory today")
-    if old is None or new is None:
-        return
-    spans = sorted(
-        (data.data_ptr(), data.data_ptr() + data.numel() * data.element_size(), side, storage.name)
-        for side, binding in (("old", old), ("new", new))
-        for storage, data in zip(binding.state.storages, binding.memory, strict=True)
-        if data.numel()
-    )
-    reach: dict[str, tuple[int, str]] = {}
-    for begin, end, side, name in spans:
-        other = reach.get("new" if side == "old" else "old")
-        if other is not None and other[0] > begin:
-            raise BindError(f"{name} ({side}) shares memory with {other[1]}: what is read must not be written")
-        if side not in reach or reach[side][0] < end:
-            reach[side] = (end, name)
-
-
-def _after(new: Binding | None) -> None:
+def _after(new: Sequence[Binding]) -> None:
     """Repeats of what arrived, and zeros where a storage holds no state."""
-    if new is None:
-        return
-    for copy, first in primary_fragments(new.state)[1]:
-        for position in _row_starts(copy):
-            begin, count = position
-            source = new.memory[first.storage].narrow(0, first.offset(begin), count)
-            new.memory[copy.storage].narrow(0, copy.offset(begin), count).copy_(source)
-    parts: dict[int, list[Fragment]] = {}
-    for fragment in new.state.fragments:
-        parts.setdefault(fragment.storage, []).append(fragment)
-    for number, fragments in parts.items():
-        _zero_padding(new.memory[number], fragments)
-
-
-def _zero_padding(data: torch.Tensor, fragments: Sequence[Fragment]) -> None:
-    if sum(f.numel for f in fragments) >= data.numel():
-        return
-    covered = torch.zeros(data.numel(), dtype=torch.bool)
-    for fragment in fragments:
-        if fragment.stride == fragment.num_cols:
-            covered[fragment.offset(fragment.start) : fragment.offset(fragment.start) + fragment.numel] = True
-            continue
-        for begin, count in _row_starts(fragment):
-            covered[fragment.offset(begin) : fragment.offset(begin) + count] = True
-    data[~covered] = 0
-
-
-def _row_starts(fragment: Fragment) -> list[tuple[int, int]]:
-    """(first element, how many) of every row of the fragment's clip."""
-    width, found, position = fragment.num_cols, [], fragment.start
-    while position < fragment.stop:
-        count = min(width - position % width, fragment.stop - position)
-        found.append((position, count))
-        position += count
-    return found
+    for binding in new:
+        for copy, first in primary_fragments(binding.state)[1]:
+            for begin, count in row_starts(copy):
+                source = binding.memory[first.storage].narrow(0, first.offset(begin), count)
+                binding.memory[copy.storage].narrow(0, copy.offset(begin), count).copy_(source)
+    zero_padding(new)
 
 
 def _address(offers: Sequence[_Offer]) -> str:
