@@ -8,9 +8,12 @@ been verified everywhere the old objects are whole, and after a failure they sti
 from __future__ import annotations
 
 import itertools
+import pickle
 import socket
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,6 +33,7 @@ from nereus.passes.exchange import ExchangeError, compile_exchange
 from nereus.runtime.account import ExecutionReport
 from nereus.runtime.adapters.base import BindError, Binding
 from nereus.runtime.executor import ExecutorOptions, execute
+from nereus.runtime.faults import first_line
 from nereus.runtime.footprint import check_memory, row_starts, zero_padding
 from nereus.runtime.relocate import Home, homes, relocate
 from nereus.runtime.state import DeviceState
@@ -42,7 +46,8 @@ dist: Any = torch.distributed
 #: nodes until the plan's own cluster is given.
 DEFAULT_GPU = "h100-sxm-80gb"
 
-_count = itertools.count()
+#: How many moves a group has made: all its processes count alike.
+_counts: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 class MoveError(RuntimeError):
@@ -76,21 +81,25 @@ def move(
     anything is written, ExecutionFailed where an execution fails: then ``old`` is untouched, and ``new`` is not to be
     used.
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    # Everything through the group's own store and ranks: a process may stand in worlds of several jobs, where torch's
+    # object collectives would take its rank in its own job's world for its rank here.
+    group = dist.group.WORLD if group is None else group
+    rank, size = group.rank(), group.size()
+    store = dist.distributed_c10d._get_process_group_store(group)
+    name = f"nereus/move/{next(_counts.setdefault(group, itertools.count()))}"
+    said = _Exchange(dist.PrefixStore(name, store), rank, size, deadline_s)
     fault = ""
     try:
         check_memory([old] if old else [], [new] if new else [])
     except BindError as error:
         fault = str(error)
     offer = _Offer(socket.gethostname(), old.state if old else None, new.state if new else None, fault)
-    offers: list[Any] = [None] * size
-    dist.all_gather_object(offers, offer, group=group)
+    offers = said.gather("offer", offer)
     if fault:
         raise BindError(fault)
     faults = [f"process {number}: {o.fault}" for number, o in enumerate(offers) if o.fault]
     if faults:  # known everywhere, so that nobody waits for a process that has given up
         raise MoveError("; ".join(faults))
-    plan: list[Any] = [None]
     answers: list[Any] | None = None
     broken: Exception | None = None
     if rank == 0:
@@ -98,16 +107,13 @@ def move(
             answers = _answers(offers, tuple(tensors), model, gpu)
         except Exception as error:  # a fault here must not leave the others waiting
             broken, answers = error, [f"the exchange could not be compiled: {error!r}"] * size
-    source = 0 if group is None else dist.get_global_rank(group, 0)
-    dist.scatter_object_list(plan, answers, src=source, group=group)
-    if isinstance(plan[0], str):
-        raise MoveError(plan[0]) from broken
-    program, devices = plan[0]
-    number = [next(_count)]
-    dist.broadcast_object_list(number, src=source, group=group)
+    answer = said.scatter("answer", answers)
+    if isinstance(answer, str):
+        raise MoveError(answer) from broken
+    program, devices = answer
     transport = Gloo(
-        store=dist.distributed_c10d._get_process_group_store(group or dist.group.WORLD),
-        name=f"nereus/move/{number[0]}",
+        store=store,
+        name=name,
         process=rank,
         num_processes=size,
         process_of={device: at for at, device in enumerate(devices)},
@@ -115,6 +121,36 @@ def move(
         address=_address(offers),
     )
     return _run(program, old, new, transport, deadline_s)
+
+
+class _Exchange:
+    """Objects over a group's store. Every wait ends with MoveError at the deadline."""
+
+    def __init__(self, store: Any, rank: int, size: int, deadline_s: float) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._wait = timedelta(seconds=deadline_s)
+
+    def gather(self, key: str, value: object) -> list[Any]:
+        """Every process's value, by rank."""
+        self._put(f"{key}/{self._rank}", value)
+        return [self._get(f"{key}/{number}", number) for number in range(self._size)]
+
+    def scatter(self, key: str, values: Sequence[object] | None) -> Any:
+        """What rank 0 has for this process."""
+        for number, value in enumerate(values or ()):
+            self._put(f"{key}/{number}", value)
+        return self._get(f"{key}/{self._rank}", 0)
+
+    def _put(self, key: str, value: object) -> None:
+        self._store.set(key, pickle.dumps(value))
+
+    def _get(self, key: str, of: int) -> Any:
+        try:
+            self._store.wait([key], self._wait)
+        except Exception as error:
+            text = f"process {of} said nothing within {self._wait.total_seconds():g} s: {first_line(error)}"
+            raise MoveError(text) from None
+        return pickle.loads(self._store.get(key))
 
 
 def move_here(

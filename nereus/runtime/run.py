@@ -185,7 +185,10 @@ def _modes(plans: tuple[Plan, ...], scale: Scale | str, pipeline: Pipeline) -> t
 
 
 def _done(number: int, results: Sequence[Any]) -> bool:
-    return all(r is not None and len(r.steps) > number and r.steps[number].execution is not None for r in results)
+    """No results at all: the processes did not even start."""
+    return bool(results) and all(
+        r is not None and len(r.steps) > number and r.steps[number].execution is not None for r in results
+    )
 
 
 def _step_report(step: CompiledStep, number: int, results: Sequence[Any]) -> StepReport:
