@@ -77,10 +77,13 @@ class Layout:
 
     @property
     def num_expert_shards(self) -> int:
-        """Size of the shard groups of expert tensors: the expert-dp ranks, all or a part of them as for the others."""
-        if self.num_shards == 1 or not self.splits_experts:
+        """Size of the shard groups of expert tensors: under ZeRO all expert-dp ranks, which may be more than dp (and
+        dp may be 1); under FSDP as many as for the others, where there are so many."""
+        if not self.splits_experts or self.optimizer_shards == SHARD_NONE:
             return self.num_shards
-        return min(self.num_shards, self.expert_dp)
+        if self.optimizer_shards == SHARD_DIM0:
+            return min(self.num_shards, self.expert_dp)
+        return self.expert_dp
 
     @property
     def num_coords(self) -> int:

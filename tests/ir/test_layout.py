@@ -201,3 +201,36 @@ def test_cuts_that_lose_rows_are_refused() -> None:
             optimizer_shards=SHARD_NONE,
         )
         layout.pipeline_stage_of_layer(2)
+
+
+@pytest.mark.parametrize("rule", [SHARD_FLAT, SHARD_PARAM])
+@pytest.mark.parametrize(
+    ("tp", "cp", "dp", "ep", "etp"),
+    [(2, 1, 3, 1, 1), (2, 1, 1, 1, 1), (2, 2, 2, 2, 1), (1, 4, 2, 4, 1), (2, 1, 4, 4, 1)],
+)
+def test_zero_shards_experts_over_all_ranks_that_hold_them(
+    tp: int, cp: int, dp: int, ep: int, etp: int, rule: str
+) -> None:
+    """Also where those are more than dp: each element once in all ranks of the pipeline stage."""
+    experts = tuple(LogicalTensor(name=f"{i}", shape=(12, 4), layer=0, expert=i) for i in range(4))
+    layout = Layout(
+        tp=tp,
+        pp=1,
+        dp=dp,
+        cp=cp,
+        order="dp-tp-cp-pp",
+        pp_split=(1,),
+        num_shards=dp,
+        weight_shards=SHARD_NONE,
+        optimizer_shards=rule,
+        ep=ep,
+        etp=0 if etp == tp else etp,
+    )
+    boxes = local_boxes(experts, layout)
+    seen = np.zeros((4, 48), dtype=int)
+    for coord, shard in zip(layout.coord_of_rank(), layout.shard_of_rank(), strict=True):
+        shares = shares_of(experts, boxes, layout, "exp_avg", int(coord))
+        row = shares.share.tolist().index(int(shard))
+        for tensor in range(4):
+            seen[tensor, shares.start[row, tensor] : shares.stop[row, tensor]] += 1
+    assert (seen == 1).all()
