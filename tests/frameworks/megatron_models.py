@@ -132,7 +132,8 @@ def start(at: At, seed: int = 1) -> None:
     parallel_state.destroy_model_parallel()
     while len(_started) > 1:
         for group in _started.pop(0):
-            dist.destroy_process_group(group)
+            if group in dist.distributed_c10d._world.pg_map:  # Megatron frees a few itself
+                dist.destroy_process_group(group)
     before = set(dist.distributed_c10d._world.pg_map)
     parallel_state.initialize_model_parallel(
         at.tp, at.pp, at.vp, expert_model_parallel_size=at.ep, expert_tensor_parallel_size=1
