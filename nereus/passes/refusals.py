@@ -6,7 +6,7 @@ import numpy as np
 
 from nereus.ir.diagnostic import Diagnostic, Label, Severity
 from nereus.ir.holdings import Holdings, StateSet, Topology
-from nereus.ir.plan import Plan, Stage
+from nereus.ir.plan import Model, Plan, Stage
 from nereus.ir.units import format_bytes
 from nereus.passes.diff import Diff
 from nereus.passes.lifecycle import Lifecycle
@@ -75,8 +75,14 @@ def renamed_models(old: Plan, new: Plan) -> list[Diagnostic]:
     return found
 
 
+def _kind(model: Model) -> str:
+    lora = model.lora
+    adapter = "no lora" if lora is None else f"lora rank {lora.rank}, targets {', '.join(lora.targets) or 'all'}"
+    return f"{model.source}, head {model.head}, {adapter}"
+
+
 def check_models(old: Plan, new: Plan) -> list[Diagnostic]:
-    """A model keeps its shape and head: Nereus moves state, it does not convert models."""
+    """A model keeps its shape, head and adapter: Nereus moves state, it does not convert models."""
     found = []
     for model in new.models:
         before = next((m for m in old.models if m.name == model.name), None)
@@ -88,10 +94,8 @@ def check_models(old: Plan, new: Plan) -> list[Diagnostic]:
                 code="NRS5004",
                 severity=Severity.ERROR,
                 headline=f"model {model.name} is another model in the new plan",
-                primary=Label(span=model.span, message=f"{model.source}, head {model.head}") if model.span else None,
-                secondary=(Label(span=before.span, message=f"{before.source}, head {before.head}"),)
-                if before.span
-                else (),
+                primary=Label(span=model.span, message=_kind(model)) if model.span else None,
+                secondary=(Label(span=before.span, message=_kind(before)),) if before.span else (),
                 help="Keep the model, or give the new one a name of its own.",
             )
         )

@@ -3,6 +3,7 @@ Nereus, and compared with a twin that torch itself built at the new layout."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +87,18 @@ def initial(model: str) -> Weights:
     return {name: p.detach().clone() for name, p in built.named_parameters()}
 
 
-def build(model: str, layout: Layout, weights: Weights | None, *, seed: int = 1) -> Job | None:
+def halving(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+
+def build(
+    model: str,
+    layout: Layout,
+    weights: Weights | None,
+    *,
+    seed: int = 1,
+    schedule: Callable[[torch.optim.Optimizer], Any] = halving,
+) -> Job | None:
     """Called by every process (groups are made); None outside of the layout. ``weights`` None: other random ones."""
     from transformers import AutoModelForCausalLM
 
@@ -121,7 +133,7 @@ def build(model: str, layout: Layout, weights: Weights | None, *, seed: int = 1)
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "lr": 0.01}, {"params": vectors, "lr": 0.02, "weight_decay": 0.0}], foreach=False
     )
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    scheduler = schedule(optimizer)
     kind = PlainTorch if layout.kind in ("ddp", "alone") else Fsdp2
     adapter = kind(module, optimizer, naming=naming(model), scheduler=scheduler)
     return Job(built, module, optimizer, scheduler, adapter, layout)

@@ -15,10 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from frameworks import deepspeed_engines as ds
-from frameworks.fsdp2_jobs import shared
+from frameworks import fsdp2_jobs as fsdp
+from frameworks import megatron_models as megatron
+from frameworks.fsdp2_jobs import Layout
 from frameworks.harness import run
+from frameworks.megatron_models import DENSE, SPARSE, At, Trainer
 
-from nereus.models.batch import DEEPSPEED, PER_TOKEN, MicroBatch, schedule
+from nereus.ir.arch import Arch
+from nereus.models.batch import DEEPSPEED, MEAN, MEGATRON, PER_TOKEN, MicroBatch, schedule
+from nereus.models.tensors import logical_tensors
 from nereus.runtime.adapters.base import Binding
 from nereus.runtime.adapters.whole import Whole
 from nereus.runtime.live import move
@@ -93,10 +98,6 @@ def _only_weights(binding: Binding | None) -> Binding | None:
         return None
     weights = tuple(f for f in binding.state.fragments if f.slot in ("weight", "master"))
     return Binding(replace(binding.state, fragments=weights), binding.memory)
-
-
-def _everything(binding: Binding | None) -> Binding | None:
-    return binding
 
 
 # -- what must be equal -----------------------------------------------------------------------------------------------
@@ -196,6 +197,204 @@ def _total(part: tuple[int, float] | None) -> float:
     return sum(by_rank[r] for r in sorted(by_rank))
 
 
+# -- megatron-core ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Megatron:
+    arch: Arch
+
+    def start(self, at: At) -> Trainer:
+        trainer = megatron.build(self.arch, at)
+        megatron.randomise(trainer, seed=5)
+        return trainer
+
+    def moved(self, job: Trainer, old: At, at: At, weights_only: bool) -> Trainer:
+        adapter = job.adapter()
+        binding, state = adapter.bind(), adapter.job_state()
+        new = megatron.build(self.arch, at, seed=99)
+        filled = new.adapter()
+        part = _only_weights if weights_only else _everything
+        move(part(binding), part(filled.bind()), logical_tensors(self.arch))
+        filled.finish(state)
+        assert [(c.name, c.check()) for c in filled.checklist() if c.check() is not None] == []
+        return new
+
+    def update(self, job: Trainer, at: At, number: int) -> Update:
+        from megatron.core import parallel_state
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        dp, dp_rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+        length = megatron.SEQUENCE
+        ids = _samples(number, self.arch.vocab, length)
+        position = torch.arange(length).unsqueeze(0)
+        mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
+
+        def forward(batches: Any, model: Any) -> Any:
+            batch = next(batches)
+            (sample,) = batch.samples
+            counted = torch.arange(length) < LENGTHS[sample]
+            tokens = ids[sample : sample + 1]
+            output = model(tokens, position, mask, labels=tokens.roll(-1, 1))
+
+            def loss(values: torch.Tensor) -> Any:
+                mean = values.float().flatten()[counted].mean()
+                return float(batch.scale) * mean, {"loss": float(batch.weight) * mean.item()}
+
+            return output, loss
+
+        for chunk in job.chunks:
+            chunk.zero_grad_buffer()
+        job.optimizer.zero_grad()
+        share = _share(dp, dp_rank, MEGATRON)
+        batches: Any = [iter(share) for _ in job.chunks]
+        losses = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=batches if len(job.chunks) > 1 else batches[0],
+            model=job.chunks if len(job.chunks) > 1 else job.chunks[0],
+            num_microbatches=len(share),
+            seq_length=length,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        rates = (float(job.optimizer.param_groups[0]["lr"]), float(job.optimizer.param_groups[0]["weight_decay"]))
+        _, norm, _ = job.optimizer.step()
+        job.scheduler.step(2)
+        total = _total((dp_rank, sum(each["loss"] for each in losses)) if losses else None)
+        return Update(total, float(norm or 0), rates)
+
+    def whole(self, job: Trainer, at: At) -> Whole:
+        return megatron.whole_of(job.adapter().bind(), self.arch)
+
+
+def _everything(binding: Binding | None) -> Binding | None:
+    return binding
+
+
+def _plain(at: At) -> At:
+    """Without clipping by the norm of all stages, and the optimizer on whole parameters: nothing but the pipeline's
+    shape differs, so nothing is added up in another order."""
+    return replace(at, optimizer="plain", clip=0.0)
+
+
+def test_megatron() -> None:
+    layouts = [
+        At(),
+        At(tp=2),
+        At(tp=2, pp=2),
+        At(tp=4),
+        At(optimizer="plain"),
+        At(pp=2, first=1),
+        At(),
+    ]
+    stages = [_plain(At(pp=2)), _plain(At(pp=2, first=1)), _plain(At(pp=2, first=1))]
+    chain, exact = run(4, _chains, Megatron(DENSE), (layouts, stages), timeout=500)[0]
+    _check(chain, ROUNDING, num_moves=6)
+    _assert_moments_matter(chain, ROUNDING)
+    # The norm adds up stage by stage, and the stages differ.
+    _check(exact, replace(EXACT, norm=1e-6), num_moves=2)
+
+
+def test_megatron_experts() -> None:
+    layouts = [At(ep=4), At(ep=2), At(ep=2, pp=2), At(), At(ep=4)]
+    (chain,) = run(4, _chains, Megatron(SPARSE), (layouts,), timeout=500)[0]
+    _check(chain, ROUNDING, num_moves=4)
+
+
+# -- torch ------------------------------------------------------------------------------------------------------------
+
+
+def _warmup_and_decay(optimizer: torch.optim.Optimizer) -> Any:
+    rates = torch.optim.lr_scheduler
+    parts: list[Any] = [
+        rates.LinearLR(optimizer, start_factor=0.1, total_iters=4),
+        rates.CosineAnnealingLR(optimizer, T_max=20),
+    ]
+    return rates.SequentialLR(optimizer, parts, milestones=[4])
+
+
+@dataclass(frozen=True, slots=True)
+class Torch:
+    model: str
+
+    def start(self, at: Layout) -> fsdp.Job | None:
+        return fsdp.build(self.model, at, fsdp.initial(self.model), schedule=_warmup_and_decay)
+
+    def moved(self, job: fsdp.Job | None, old: Layout, at: Layout, weights_only: bool) -> fsdp.Job | None:
+        state = fsdp.shared(job.adapter.job_state() if job is not None else None, old.ranks[0])
+        new = fsdp.build(self.model, at, None, seed=99, schedule=_warmup_and_decay)
+        if new is not None:
+            new.adapter.prepare(state)
+        part = _only_weights if weights_only else _everything
+        move(
+            part(job.adapter.bind() if job is not None else None),
+            part(new.adapter.bind() if new is not None else None),
+            logical_tensors(fsdp.naming(self.model).arch),
+        )
+        if new is not None:
+            new.adapter.finish(state)
+            assert [(c.name, c.check()) for c in new.adapter.checklist() if c.check() is not None] == []
+        return new
+
+    def update(self, job: fsdp.Job | None, at: Layout, number: int) -> Update:
+        part, found = None, None
+        if job is not None:
+            dp_rank = at.ranks.index(dist.get_rank()) // at.tp
+            total, norm = self._accumulate(job, _share(len(at.ranks) // at.tp, dp_rank, MEAN), number)
+            rates = tuple(float(group["lr"]) for group in job.optimizer.param_groups)
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+            job.scheduler.step()
+            part, found = (dp_rank, total), (norm, rates)
+        loss = _total(part)
+        norm, rates = fsdp.shared(found, at.ranks[0])
+        return Update(loss, norm, rates)
+
+    def _accumulate(self, job: fsdp.Job, share: Sequence[MicroBatch], number: int) -> tuple[float, float]:
+        """(weighted loss of this rank's samples, norm of the whole gradient)."""
+        ids, total = _samples(number, 90, max(LENGTHS) + 1), 0.0
+        for count, batch in enumerate(share, start=1):
+            if job.layout.kind == "fsdp":
+                job.model.set_requires_gradient_sync(count == len(share))  # type: ignore[operator]
+            elif job.layout.kind == "ddp":
+                job.module.require_backward_grad_sync = count == len(share)  # type: ignore[assignment]
+            (sample,) = batch.samples
+            tokens = ids[sample : sample + 1, : LENGTHS[sample] + 1]
+            logits = job.module(input_ids=tokens).logits.float()
+            mean = torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:])
+            (float(batch.scale) * mean).backward()
+            total += float(batch.weight) * mean.item()
+        norms = [fsdp.full(p.grad).double().norm() for p in job.model.parameters() if p.grad is not None]
+        return total, torch.stack(norms).norm().item()
+
+    def whole(self, job: fsdp.Job | None, at: Layout) -> Whole:
+        found: Whole = {}
+        if job is not None:
+            weights, moments = fsdp.whole_by_torch(job)
+            found = {(name, "weight"): value for name, value in weights.items()}
+            found |= {key: value for key, value in moments.items() if value.dim()}
+        return fsdp.shared(found, at.ranks[0])
+
+
+def test_torch() -> None:
+    four = Layout(kind="fsdp", ranks=(0, 1, 2, 3))
+    layouts = [
+        four,
+        replace(four, tp=2),
+        Layout(kind="fsdp", ranks=(1, 3)),
+        Layout(kind="alone", ranks=(2,)),
+        Layout(kind="fsdp", ranks=(0, 1, 2)),
+        Layout(kind="ddp", ranks=(0, 3)),
+        four,
+    ]
+    # A sum of two has one order, whoever adds.
+    two = [Layout(kind="fsdp", ranks=ranks) for ranks in ((0, 1), (2, 3), (0, 3), (0, 3))]
+    chain, exact = run(4, _chains, Torch("tied"), (layouts, two), timeout=500)[0]
+    _check(chain, ROUNDING, num_moves=6)
+    _assert_moments_matter(chain, ROUNDING)
+    _check(exact, EXACT, num_moves=3)
+
+
 # -- DeepSpeed --------------------------------------------------------------------------------------------------------
 
 
@@ -219,7 +418,7 @@ class DeepSpeed:
         from nereus.runtime.adapters.deepspeed import DeepSpeedAdapter
 
         adapter = DeepSpeedAdapter(job[0], ds.NAMING)
-        binding, state = adapter.bind(), shared(adapter.job_state(), 0)
+        binding, state = adapter.bind(), fsdp.shared(adapter.job_state(), 0)
         engine, group = self.start(at, seed=99)
         filled = DeepSpeedAdapter(engine, ds.NAMING)
         new = filled.bind()
@@ -243,11 +442,11 @@ class DeepSpeed:
             engine.backward(float(batch.scale) * mean)
             engine.step()
             total += float(batch.weight) * mean.item()
-        norm, rates = shared((float(engine.get_global_grad_norm()), rates), 0)
+        norm, rates = fsdp.shared((float(engine.get_global_grad_norm()), rates), 0)
         return Update(_total((dp_rank, total) if group.inside else None), norm, rates)
 
     def whole(self, job: tuple[Any, ds.Group], at: Zero) -> Whole:
-        return shared(ds.whole_by_deepspeed(job[0]), 0)
+        return fsdp.shared(ds.whole_by_deepspeed(job[0]), 0)
 
 
 def test_deepspeed() -> None:
