@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ pytest.importorskip("torch")
 
 from runtime.tiny import cluster, trainer
 
+from nereus.ir import layout
 from nereus.ir.layout import Layout
 from nereus.ir.plan import ORDER_MEGATRON
 from nereus.ir.tensor import Cut
@@ -60,6 +62,13 @@ def _columns_one_further(patch: pytest.MonkeyPatch) -> None:
         return row, np.where(narrow, col + 1, col), num_rows, np.where(narrow, num_cols - 1, num_cols), cell
 
     patch.setattr(device_storages, "rectangles", wrong)
+
+
+@pytest.fixture(autouse=True)
+def _coordinates_are_not_remembered() -> Iterator[None]:
+    layout._coordinates.cache_clear()
+    yield
+    layout._coordinates.cache_clear()
 
 
 @pytest.mark.parametrize(
