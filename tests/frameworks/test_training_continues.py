@@ -295,6 +295,31 @@ def test_megatron() -> None:
     _check(exact, replace(EXACT, norm=1e-6), num_moves=2)
 
 
+def _interleaved(rank: int, world: int) -> tuple[list[tuple[float, float, float]], ...]:
+    torch.set_num_threads(1)
+    unmoved = megatron.build(DENSE, At())
+    megatron.randomise(unmoved, seed=5)
+    adapter = unmoved.adapter()
+    binding, state = adapter.bind(), adapter.job_state()
+    memory = [data.clone() for data in binding.memory]
+    expected = [unmoved.step(number) for number in range(4)]
+    for here, saved in zip(binding.memory, memory, strict=True):
+        here.copy_(saved)
+    adapter.finish(state)
+    moved = megatron.build(DENSE, At(pp=2, vp=2), seed=9)
+    filled = moved.adapter()
+    move(binding, filled.bind(), logical_tensors(DENSE))
+    filled.finish(state)
+    return expected, [moved.step(number) for number in range(4)]
+
+
+def test_megatron_interleaved() -> None:
+    """Four updates with samples of one length; each is (loss, gradient norm, rate)."""
+    for expected, found in run(4, _interleaved, timeout=300):
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-5)
+
+
 def test_megatron_experts() -> None:
     layouts = [At(ep=4), At(ep=2), At(ep=2, pp=2), At(), At(ep=4)]
     (chain,) = run(4, _chains, Megatron(SPARSE), (layouts,), timeout=500)[0]
