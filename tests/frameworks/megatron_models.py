@@ -331,7 +331,8 @@ def compare_with_metadata(trainer: Trainer, whole: Mapping[tuple[str, str], torc
     optimizer = None
     # Of several buckets Megatron's own gather for checkpoints is wrong where padding lies between them: it drops the
     # padding, then reads at offsets that count it (and may warn of "data corruption").
-    buffers = [b for chunk in trainer.chunks for b in getattr(chunk, "buffers", ())]
+    wrapped = [chunk for chunk in trainer.chunks if isinstance(getattr(chunk, "buffers", None), list)]  # DDP
+    buffers = [b for chunk in wrapped for b in chunk.buffers]
     padded = any(k.numel_unpadded < k.grad_data.numel() for b in buffers for k in b.buckets[:-1])
     if trainer.optimizer is not None and not padded:
         metadata = {"distrib_optim_sharding_type": "fully_reshardable"} if trainer.at.optimizer != "plain" else None
