@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,6 @@ class DescribedLayout:
     cut_tensor: IntArray
     cut_row: IntArray
     name: str = "described"
-    _zero: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64), repr=False)
 
     @property
     def num_coords(self) -> int:
