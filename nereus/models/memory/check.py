@@ -58,8 +58,13 @@ def _does_not_fit(plan: Plan, row: MemoryRow, report: MemoryReport) -> Diagnosti
         options = "; ".join(f"{remedy.text} ({format_gb(remedy.need_bytes)} GB)" for remedy in helping)
         help_text = f"fits with: {options}"
     else:
-        tried = "kv_cache, tp" if stage.kind == "generate" else "micro_batch, recompute, zero, tp, kv_cache"
-        help_text = f"neither {tried} nor offload makes it fit: give it more or larger GPUs"
+        tried = "kv_cache, tp, pp" if stage.kind == "generate" else "micro_batch, recompute, zero, tp, pp, kv_cache"
+        if plan.model(stage.model).arch.moe is not None:
+            tried = tried.replace("pp", "pp, ep")
+        help_text = (
+            f"no legal change of {tried}, alone or with idle = offload of its neighbours, makes it fit: "
+            "give it more or larger GPUs"
+        )
     return Diagnostic(
         code="NRS4001",
         severity=Severity.ERROR,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from nereus.ir.plan import Plan, Stage
 from nereus.ir.units import GIB
 from nereus.models.batch import accumulation
-from nereus.models.legality import tp_refusals
 from nereus.models.memory.cache import cache_tokens
+from nereus.models.memory.neighbours import members, neighbours
 from nereus.models.memory.report import MemoryReport, MemoryRow
 from nereus.models.memory.state import owner_of
 from nereus.models.memory.steady import steady_state
@@ -32,23 +32,42 @@ def remedies(plan: Plan, row: MemoryRow, report: MemoryReport) -> tuple[Remedy, 
         broken=frozenset(r.stage for r in report.rows if not r.fits),
         held={stage.name: held for stage, held, _ in cache_tokens(plan, report)},
     )
-    changes = tuple(_single_changes(plan, plan.stage(row.stage), row))
-    found = [remedy for text, change in changes if (remedy := _tested(change(plan), row.stage, text, before))]
+    found: dict[str, Remedy] = {}
+    kinds: set[str] = set()
+    for kind, text, change in _single_changes(plan, plan.stage(row.stage), row):
+        if kind not in kinds and (remedy := _tested(change(plan), row.stage, text, before)) is not None:
+            found[text] = remedy
+            # Nearest first: a second pp, ep or zero says nothing that the first does not.
+            kinds |= {kind} & _FIRST_ONLY
     if found:
-        return tuple(found)
+        return tuple(found.values())
     best: tuple[int, Remedy] | None = None
-    for base in (None, *_other_degrees(plan, owner_of(plan, plan.stage(row.stage)))):
-        combined, texts = (plan, []) if base is None else (base[1](plan), [base[0]])
-        for text, change in _combination(combined, combined.stage(row.stage), row):
+    owner = owner_of(plan, plan.stage(row.stage))
+    for base in (None, *neighbours(plan, owner)):
+        changes = 0 if base is None else len(base.keys)
+        if best is not None and changes >= best[0]:
+            break
+        combined, texts = plan, dict[str, str]()
+        if base is not None:
+            combined, texts = base.change(plan), {"degrees": base.text}
+        steps = [("", "", _unchanged), *_combination(combined, combined.stage(row.stage), row)]
+        for key, text, change in steps:
             combined = change(combined)
-            texts.append(text)
-            tries = [(texts, combined)]
-            tries += [([*texts, more], smaller(combined)) for more, smaller in _smaller_caches(combined, row.stage)]
+            if key:
+                texts[key] = text
+            tries = [(tuple(texts.values()), combined)]
+            tries += [((*tries[0][0], more), less(combined)) for more, less in _smaller_caches(combined, row.stage)]
             fitting = [(len(t), r) for t, p in tries if (r := _tested(p, row.stage, ", ".join(t), before)) is not None]
             if fitting:
-                best = min((fitting[0], *((best,) if best else ())), key=lambda found: found[0])
+                size, remedy = fitting[0]
+                size += max(0, changes - 1)
+                best = (size, remedy) if best is None or size < best[0] else best
                 break
     return () if best is None else (best[1],)
+
+
+#: Kinds of change of which only the nearest that fits is offered.
+_FIRST_ONLY = frozenset({"zero", "pp", "ep", "fsdp"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,32 +91,60 @@ def _tested(changed: Plan, stage: str, text: str, before: _Before) -> Remedy | N
     return Remedy(text=text, need_bytes=after.worst(stage).need_bytes)
 
 
-def _single_changes(plan: Plan, stage: Stage, row: MemoryRow) -> Iterator[_Change]:
+def _single_changes(plan: Plan, stage: Stage, row: MemoryRow) -> Iterator[tuple[str, str, Callable[[Plan], Plan]]]:
+    """(kind, text, change)."""
     owner = owner_of(plan, stage)
-    yield from _smaller_caches(plan, stage.name)
+    yield from (("kv_cache", *change) for change in _smaller_caches(plan, stage.name))
     if stage.kind != "generate":
-        yield from _smaller_micro_batch(plan, stage, row)
+        yield from (("micro_batch", *change) for change in _smaller_micro_batch(plan, stage, row))
     if stage.is_train and stage.recompute != "full":
-        yield _set(stage.name, "recompute", "full")
-    if owner.is_train and not owner.zero and not owner.fsdp and owner.dp > 1:
-        yield _set(owner.name, "zero", 1)
-    yield from _larger_shard_groups(plan, owner)
-    yield from _other_degrees(plan, owner)
+        yield ("recompute", *_set(stage.name, "recompute", "full"))
+    for level in _zero_levels(owner):
+        yield "zero", f"zero = {level}", _zero_setter(plan, owner, level)
+    yield from (("fsdp", *change) for change in _larger_shard_groups(plan, owner))
+    for near in neighbours(plan, owner):
+        if len(near.keys) == 1:
+            yield near.keys[0], near.text, near.change
     for other in _resident_neighbours(row):
-        yield f"{other} {{ idle = offload }}", _setter(other, idle="offload")
+        yield "idle", f"{other} {{ idle = offload }}", _setter(other, idle="offload")
 
 
-def _combination(plan: Plan, stage: Stage, row: MemoryRow) -> Iterator[_Change]:
-    """Cheapest in time first; each is added to those before it."""
+def _combination(plan: Plan, stage: Stage, row: MemoryRow) -> Iterator[tuple[str, str, Callable[[Plan], Plan]]]:
+    """(key, text, change), cheapest in time first; each is added to those before it, or takes the place of its key."""
     owner = owner_of(plan, stage)
-    if owner.is_train and not owner.zero and not owner.fsdp and owner.dp > 1:
-        yield _set(owner.name, "zero", 1)
+    levels = _zero_levels(owner)
+    if 1 in levels:
+        yield "zero", "zero = 1", _zero_setter(plan, owner, 1)
     for other in _resident_neighbours(row):
-        yield f"{other} {{ idle = offload }}", _setter(other, idle="offload")
+        yield other, f"{other} {{ idle = offload }}", _setter(other, idle="offload")
     if stage.micro_batch > 1 and stage.max_tokens is None:
-        yield _set(stage.name, "micro_batch", 1)
+        yield ("micro_batch", *_set(stage.name, "micro_batch", 1))
     if stage.is_train and stage.recompute != "full":
-        yield _set(stage.name, "recompute", "full")
+        yield ("recompute", *_set(stage.name, "recompute", "full"))
+    for level in levels:
+        if level > 1:
+            yield "zero", f"zero = {level}", _zero_setter(plan, owner, level)
+
+
+def _unchanged(plan: Plan) -> Plan:
+    return plan
+
+
+def _zero_levels(owner: Stage) -> tuple[int, ...]:
+    """ZeRO levels above the present one. DeepSpeed's pipelines know ZeRO-1 only."""
+    if not owner.is_train or owner.fsdp or owner.dp * owner.cp == 1:
+        return ()
+    highest = 1 if owner.backend == "deepspeed" and owner.pp > 1 else 3
+    return tuple(range(owner.zero + 1, highest + 1))
+
+
+def _zero_setter(plan: Plan, owner: Stage, level: int) -> Callable[[Plan], Plan]:
+    names = {s.name for s in members(plan, owner)}
+
+    def change(plan: Plan) -> Plan:
+        return replace(plan, stages=tuple(replace(s, zero=level) if s.name in names else s for s in plan.stages))
+
+    return change
 
 
 def _smaller_caches(plan: Plan, name: str) -> Iterator[_Change]:
@@ -138,52 +185,19 @@ def _smaller_micro_batch(plan: Plan, stage: Stage, row: MemoryRow) -> Iterator[_
             return
 
 
-def _other_degrees(plan: Plan, owner: Stage) -> Iterator[_Change]:
-    """More tensor parallelism, out of data parallelism or out of the pipeline, inside a node."""
-    if owner.ep > 1:
-        return
-    inside = min(sum(d.node == node for d in owner.devices) for node in {d.node for d in owner.devices})
-    names = {s.name for s in plan.stages if s.service is None and owner_of(plan, s).name == owner.name}
-    num_layers = plan.model(owner.model).arch.num_layers
-    for tp in range(owner.tp + 1, inside + 1):
-        if inside % tp or any(_cannot_cut(plan, plan.stage(name), tp) for name in names):
-            continue
-        pipelines = {owner.pp, owner.pp * owner.tp // tp} if owner.pp * owner.tp % tp == 0 else {owner.pp}
-        for pp in sorted(pipelines, reverse=True):
-            if pp < 1 or num_layers % pp or len(owner.devices) % (tp * pp * owner.cp):
-                continue
-            dp = len(owner.devices) // (tp * pp * owner.cp)
-            micro_batch = max(plan.stage(name).micro_batch for name in names)
-            if owner.is_train and accumulation(plan.workload.mini_batch, dp, micro_batch) is None:
-                continue
-            text = f"tp = {tp}" if pp == owner.pp else f"tp = {tp}  pp = {pp}"
-            fsdp = owner.fsdp
-            if fsdp and (fsdp == owner.dp or dp % fsdp):
-                text += "" if fsdp == owner.dp else "  fsdp = full"
-                fsdp = dp
-            if fsdp == 1 and dp > 1:
-                continue  # replicas that would not synchronise
-            yield text, _degrees_setter(names, tp=tp, pp=pp, dp=dp, fsdp=fsdp, num_layers=num_layers)
-
-
-def _cannot_cut(plan: Plan, stage: Stage, tp: int) -> bool:
-    model = plan.model(stage.model)
-    return bool(tp_refusals(model.arch, tp, head=model.head, backend=stage.framework))
-
-
 def _larger_shard_groups(plan: Plan, owner: Stage) -> Iterator[_Change]:
     """The smallest larger FSDP group with which it might fit comes first: it gathers over the fewest ranks."""
     if not owner.fsdp:
         return
-    names = {s.name for s in plan.stages if s.service is None and owner_of(plan, s).name == owner.name}
-    for size in range(owner.fsdp + 1, owner.dp + 1):
-        if owner.dp % size == 0:
+    names = {s.name for s in members(plan, owner)}
+    for size in range(owner.fsdp + 1, owner.num_alike + 1):
+        if owner.num_alike % size == 0:
 
             def change(plan: Plan, size: int = size) -> Plan:
                 stages = tuple(replace(s, fsdp=size) if s.name in names else s for s in plan.stages)
                 return replace(plan, stages=stages)
 
-            yield f"fsdp = {size}" if size < owner.dp else "fsdp = full", change
+            yield f"fsdp = {size}" if size < owner.num_alike else "fsdp = full", change
 
 
 def _resident_neighbours(row: MemoryRow) -> tuple[str, ...]:
@@ -203,22 +217,5 @@ def _setter(stage: str, **changed: int | str | None) -> Callable[[Plan], Plan]:
     def change(plan: Plan) -> Plan:
         stages = tuple(replace(s, **changed) if s.name == stage else s for s in plan.stages)  # type: ignore[arg-type]
         return replace(plan, stages=stages)
-
-    return change
-
-
-def _degrees_setter(
-    names: set[str], *, tp: int, pp: int, dp: int, fsdp: int, num_layers: int
-) -> Callable[[Plan], Plan]:
-    split = (num_layers // pp,) * pp
-
-    def changed(plan: Plan, stage: Stage) -> Stage:
-        # Experts that were cut like everything else still are.
-        etp = tp if plan.model(stage.model).arch.moe is not None and stage.etp == stage.tp else stage.etp
-        stage = replace(stage, tp=tp, pp=pp, dp=dp, etp=etp, fsdp=fsdp, sp=True)
-        return replace(stage, vp=1, pp_split=split, chunks=())
-
-    def change(plan: Plan) -> Plan:
-        return replace(plan, stages=tuple(changed(plan, s) if s.name in names else s for s in plan.stages))
 
     return change
