@@ -26,7 +26,9 @@ def format_gb(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """``0.134 -> '0.134 s'``, ``38.2 -> '38.2 s'``, ``0.00012 -> '0.12 ms'``."""
+    """``0.134 -> '0.134 s'``, ``38.2 -> '38.2 s'``, ``0.00012 -> '0.12 ms'``, ``5.47e-8 -> '0.0547 us'``."""
+    if seconds and abs(seconds) < 1e-6:
+        return f"{_significant(seconds * 1e6)} us"
     if seconds and abs(seconds) < 1e-3:
         return f"{_significant(seconds * 1e3)} ms"
     return f"{_significant(seconds)} s"

@@ -65,6 +65,7 @@ def run_here(
     steps: Steps, process_of: Mapping[Device, int], *, deadline_s: float, drill: Drill | None, emit: Emit
 ) -> list[JobResult]:
     """All devices in this process. Raises JobFailed."""
+    emit({"kind": "phase", "process": -1, "step": 0, "phase": "load"})
     import torch
 
     from nereus.runtime.job import run_job
@@ -95,6 +96,7 @@ def run_processes(
     """The devices dealt to ``num_processes`` worker processes. Raises JobFailed; all of them are gone afterwards."""
     if not hasattr(os, "fork"):
         raise JobFailed([], [Fault(CANNOT_START, "this system cannot fork processes")])
+    emit({"kind": "phase", "process": -1, "step": 0, "phase": "start"})
     with tempfile.TemporaryDirectory(prefix="nereus-run-") as folder:
         for job in make_jobs(steps, process_of, num_processes, deadline_s, drill):
             with open(os.path.join(folder, f"job-{job.process}"), "wb") as file:

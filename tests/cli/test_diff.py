@@ -63,7 +63,8 @@ def test_text_of_2k_to_4k(nereusc):
     assert "weights come with the next sync from actor.train" in generate
     stop = block(ran.stdout, "training stops")
     assert re.match(
-        r"\S+ s = drain 0 \+ engine start 35 \+ groups 2\.1 \+ transfer \S+ \(bound 0\.12\) \+ verify, commit 0\.9 ",
+        r"\S+ s = drain 0 s \+ engine start 35 s \+ groups 2\.1 s \+ transfer \S+ s \(bound 0\.12 s\) \+ "
+        r"verify, commit 0\.9 s ",
         stop,
     )
     assert "engines start inside the stop: beside training they would need 101.2 of 72.0 GB on n0.gpu0" in stop

@@ -40,6 +40,39 @@ def test_a_change_is_carried_out_and_checked(nereusc: Callable[..., Ran]) -> Non
 
 
 @pytest.mark.usefixtures("pair")
+def test_a_change_that_moves_nothing_is_not_called_right(nereusc: Callable[..., Ran]) -> None:
+    Path("same.plan").write_text(OLD.replace("tp = 2", "tp = 2  micro_batch = 2"))
+    ran = nereusc("run", "old.plan", "same.plan")
+    assert ran.code == 0
+    verdict = ran.stdout.strip().splitlines()[-1]
+    assert verdict.startswith("nothing moved: ") and "at another --scale something may move" in verdict
+    assert "right" not in ran.stdout
+    assert ran.stderr.index("compiling") < ran.stderr.index("loading torch") < ran.stderr.index("building tensors")
+    # Of a chain, one change that moves something is enough.
+    assert "\nright: " in nereusc("run", "old.plan", "same.plan", "new.plan").stdout
+
+
+@pytest.mark.usefixtures("pair")
+def test_nothing_compared_is_said(nereusc: Callable[..., Ran]) -> None:
+    cache = OLD.replace(
+        "train { on = n0  tp = 2  optimizer = adam }", "generate { on = n0  tp = 2  idle = discard  kv_cache = 2 GiB }"
+    )
+    Path("old.plan").write_text(cache)
+    Path("new.plan").write_text(cache.replace("tp = 2", "tp = 1"))
+    ran = nereusc("run", "old.plan", "new.plan")
+    assert ran.code == 0
+    assert ran.stdout.strip().splitlines()[-1].startswith("nothing compared: ")
+
+
+@pytest.mark.usefixtures("pair")
+def test_processes_that_start_are_not_called_compiling(nereusc: Callable[..., Ran]) -> None:
+    ran = nereusc("run", "old.plan", "new.plan", "--procs", "2")
+    assert ran.code == 0
+    assert "loading torch" not in ran.stderr
+    assert ran.stderr.index("compiling") < ran.stderr.index("starting processes") < ran.stderr.index("building tensors")
+
+
+@pytest.mark.usefixtures("pair")
 def test_json_of_a_chain_there_and_back(nereusc: Callable[..., Ran]) -> None:
     ran = nereusc("run", "old.plan", "new.plan", "old.plan", "--json", "--scale", "32,4")
     document = ran.json()

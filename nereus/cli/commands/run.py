@@ -24,7 +24,15 @@ if TYPE_CHECKING:
 HEARTBEAT_S = 10.0
 
 _DRILLS = ("corrupt", "allocation", "raise", "exit", "hang")
-_PHASES = {"compile": "compiling", "fill": "building tensors", "execute": "moving", "check": "checking every element"}
+#: In the order in which they come; ``load`` in this process only, ``start`` with several.
+_PHASES = {
+    "compile": "compiling",
+    "load": "loading torch",
+    "start": "starting processes",
+    "fill": "building tensors",
+    "execute": "moving",
+    "check": "checking every element",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -208,14 +216,28 @@ def _text(report: RunReport, out: Output) -> str:
         parts.append("models\n" + "\n".join(f"  {line}" for line in report.models))
     parts += [_step_text(step, report, out) for step in report.steps]
     if report.ok:
-        shards = sum(s.num_shards for s in report.steps)
-        elements = sum(s.num_elements for s in report.steps)
-        verdict = out.style("right", "green", "bold")
-        parts.append(f"{verdict}: {elements:,} elements of {shards:,} shards, each in its place ({_total(report)})")
+        parts.append(_verdict(report, out))
     else:
         whole = "the old state is whole" if report.old_whole else "the old state was not shown to be whole"
         parts.append(f"{out.style('failed', 'red', 'bold')}: {whole} ({_total(report)})")
     return "\n\n".join(parts)
+
+
+def _verdict(report: RunReport, out: Output) -> str:
+    """``right`` only where something moved, was repacked or derived, and was compared."""
+    shards = sum(s.num_shards for s in report.steps)
+    elements = sum(s.num_elements for s in report.steps)
+    counted = f"{elements:,} elements of {shards:,} shards"
+    if not elements:
+        text = "no state of the old plans counts in the new ones"
+        return f"{out.style('nothing compared', 'yellow', 'bold')}: {text} ({_total(report)})"
+    if not any(s.moved_bytes or s.copied_bytes for s in report.steps):
+        fresh = ", or newly initialised" if any(s.num_fresh for s in report.steps) else ""
+        text = f"{counted} lie where they lay and are as they were{fresh}"
+        if report.scale != "none":
+            text += "; this says nothing of a move, and at another --scale something may move"
+        return f"{out.style('nothing moved', 'yellow', 'bold')}: {text} ({_total(report)})"
+    return f"{out.style('right', 'green', 'bold')}: {counted}, each in its place ({_total(report)})"
 
 
 def _total(report: RunReport) -> str:

@@ -11,7 +11,7 @@ from nereus.cli.transition.words import glue
 from nereus.ir.cluster import Device
 from nereus.ir.plan import Stage
 from nereus.ir.transition import Certificate
-from nereus.ir.units import format_bytes, format_gb
+from nereus.ir.units import format_bytes, format_gb, format_seconds
 from nereus.lang.ranges import compress_devices, compress_names
 from nereus.models.memory import MemoryRow
 from nereus.passes.compiled import Transition
@@ -180,13 +180,17 @@ class _Writer:
     def _stop(self, certificate: Certificate) -> Iterator[str]:
         life = self.transition.life
         engine, spawn = life.seconds("engine-start"), life.seconds("spawn")
-        parts = [f"drain {_seconds(certificate.drain_s)}"]
+        parts = [f"drain {format_seconds(certificate.drain_s)}"]
         if engine or spawn:
-            parts.append(f"engine start {_seconds(engine)}" if engine >= spawn else f"spawn {_seconds(spawn)}")
-        parts.append(f"groups {_seconds(life.seconds('build-groups'))}")
-        parts.append(f"transfer {_seconds(certificate.transfer_s)} (bound {_seconds(certificate.bound_transfer_s)})")
-        parts.append(f"verify, commit {_seconds(certificate.commit_s)}")
-        total = f"{_seconds(certificate.downtime_s)} s"
+            parts.append(
+                f"engine start {format_seconds(engine)}" if engine >= spawn else f"spawn {format_seconds(spawn)}"
+            )
+        parts.append(f"groups {format_seconds(life.seconds('build-groups'))}")
+        parts.append(
+            f"transfer {format_seconds(certificate.transfer_s)} (bound {format_seconds(certificate.bound_transfer_s)})"
+        )
+        parts.append(f"verify, commit {format_seconds(certificate.commit_s)}")
+        total = format_seconds(certificate.downtime_s)
         yield self._entry("training stops", f"{glue(total)} = {' + '.join(glue(part) for part in parts)}")
         if certificate.drain_s:
             yield self._entry(
@@ -205,10 +209,10 @@ class _Writer:
                     )
                 yield self._entry("", text)
         if engine and spawn:
-            other = f"spawn {_seconds(spawn)}" if engine >= spawn else f"engine start {_seconds(engine)}"
-            yield self._entry("", f"at the same time: {other} s")
+            other = f"spawn {format_seconds(spawn)}" if engine >= spawn else f"engine start {format_seconds(engine)}"
+            yield self._entry("", f"at the same time: {other}")
         background = [
-            f"{name} {_seconds(life.seconds(kind, background=True))} s"
+            f"{name} {format_seconds(life.seconds(kind, background=True))}"
             for kind, name in (("engine-start", "engine start"), ("spawn", "spawn"))
             if life.seconds(kind, background=True)
         ]
@@ -304,7 +308,7 @@ def _certificate(certificate: Certificate, out: Output) -> Iterator[str]:
         elif isinstance(value, int):
             text = f"{value:,}" + (f"  ({format_bytes(value)})" if "bytes" in entry.name and value >= 1000 else "")
         elif isinstance(value, float):
-            text = f"{value:.6g}"
+            text = format_seconds(value) if entry.name.endswith("_s") else f"{value:.6g}"
         else:
             text = "none" if value is None else str(value)
         rows.append((entry.name, text))
@@ -328,7 +332,3 @@ def _names(devices: tuple[Device, ...], num_gpus: dict[str, int]) -> str:
 
 def _length(tokens: int) -> str:
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else f"{tokens:,}"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
