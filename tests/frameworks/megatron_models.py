@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from frameworks import mini_batch
 
 from nereus.ir.arch import Arch, Mla, Moe
 from nereus.ir.tensor import matrix_shape
+from nereus.models.batch import MEGATRON
 from nereus.models.naming.megatron import MegatronNaming
 from nereus.models.tensors import logical_tensors
 from nereus.runtime.adapters.base import Binding
@@ -75,47 +77,57 @@ class Trainer:
         return MegatronAdapter(self.chunks, naming, optimizer=self.optimizer, scheduler=self.scheduler, **options)
 
     def step(self, number: int) -> tuple[float, float, float]:
-        """One update on global batch ``number``: (mean loss, gradient norm, lr)."""
+        """One update on global batch ``number`` of whole samples: (mean loss, gradient norm, lr)."""
+        ids = mini_batch.samples(number, self.arch.vocab, GLOBAL_BATCH, SEQUENCE)
+        loss, norm, rates = self.update(ids, [SEQUENCE] * GLOBAL_BATCH, advance=GLOBAL_BATCH)
+        return loss, norm, rates[0]
+
+    def update(
+        self, ids: torch.Tensor, lengths: Sequence[int], *, advance: int
+    ) -> tuple[float, float, tuple[float, float]]:
+        """One update on ``ids``, of whose samples the first ``lengths`` tokens count: (loss, gradient norm, (lr, weight
+        decay)). ``advance``: what the scheduler counts for it."""
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         dp, dp_rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-        generator = torch.Generator().manual_seed(1000 + number)
-        ids = torch.randint(0, self.arch.vocab, (GLOBAL_BATCH, SEQUENCE), generator=generator)
-        mine = ids.chunk(dp)[dp_rank]
+        cp = parallel_state.get_context_parallel_world_size()
         position = torch.arange(SEQUENCE).unsqueeze(0)
         mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), 1)
 
-        def forward(samples: Any, model: Any) -> Any:
-            sample = next(samples).unsqueeze(0)
-            output = model(sample, position, mask, labels=sample.roll(-1, 1))
+        def forward(batches: Any, model: Any) -> Any:
+            batch = next(batches)
+            (sample,) = batch.samples
+            tokens = ids[sample : sample + 1]
+            output = model(tokens, position, mask, labels=tokens.roll(-1, 1))
 
             def loss(values: torch.Tensor) -> Any:
-                mean = values.float().mean()
-                return mean, {"loss": mean.detach().clone()}  # it is divided in place
+                mean = values.float().flatten()[: lengths[sample]].mean()
+                # The schedule takes it for a cp rank's part of the sample, but all of them have the whole.
+                return float(batch.scale) / cp * mean, float(batch.weight) * mean.item()
 
             return output, loss
 
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        samples: Any = [iter(mine) for _ in self.chunks]
+        share = mini_batch.share(lengths, dp, dp_rank, MEGATRON)
+        # Every chunk draws the same samples, so each has an iterator of its own.
+        batches: Any = [iter(share) for _ in self.chunks]
         losses = get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=samples if len(self.chunks) > 1 else samples[0],
+            data_iterator=batches if len(self.chunks) > 1 else batches[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
-            num_microbatches=len(mine),
+            num_microbatches=len(share),
             seq_length=SEQUENCE,
             micro_batch_size=1,
             forward_only=False,
         )
-        lr = float(self.optimizer.param_groups[0]["lr"])
+        group = self.optimizer.param_groups[0]
+        rates = float(group["lr"]), float(group["weight_decay"])
         _, norm, _ = self.optimizer.step()
-        self.scheduler.step(GLOBAL_BATCH)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, [float(each["loss"]) for each in losses])
-        flat = [value for part in everyone for value in part]
-        return sum(flat) / len(flat), float(norm), lr
+        self.scheduler.step(advance)
+        return mini_batch.total((dp_rank, sum(losses)) if losses else None), float(norm or 0), rates
 
 
 #: Groups of each ``start``, oldest first.
@@ -198,6 +210,9 @@ def build(
         add_qkv_bias=arch.qkv_bias, qk_layernorm=arch.qk_norm or arch.mla is not None, normalization="RMSNorm",
         tensor_model_parallel_size=at.tp, pipeline_model_parallel_size=at.pp,
         virtual_pipeline_model_parallel_size=at.vp, num_layers_in_first_pipeline_stage=at.first,
+        # As Megatron-LM's arguments demand: batched, the sends of a stage to the one other stage that is both before
+        # and after it are told apart only by their order, and activations and gradients change places.
+        overlap_p2p_comm=at.vp is not None, batch_p2p_comm=at.vp is None,
         use_cpu_initialization=True, pipeline_dtype=dtype, params_dtype=dtype, bf16=at.bf16, hidden_dropout=0.0,
         attention_dropout=0.0, bias_dropout_fusion=False, bias_activation_fusion=False, masked_softmax_fusion=False,
         gradient_accumulation_fusion=False, apply_rope_fusion=False, **options,

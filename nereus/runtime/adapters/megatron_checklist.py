@@ -39,6 +39,7 @@ def checklist(
         PostCondition("DDP hooks", lambda: _first(_hooks(chunk) for chunk in layout.chunks)),
         PostCondition("weights and masters", lambda: _first(_masters(leaf) for leaf in layout.leaves)),
         PostCondition("layer coverage", lambda: _coverage(layout, num_layers)),
+        PostCondition("pipeline sends", lambda: _sends(layout)),
     )
 
 
@@ -196,3 +197,14 @@ def _coverage(layout: MegatronLayout, num_layers: int) -> str | None:
         text = ", ".join(f"layer {layer} {count} times" for layer, count in sorted(wrong.items()))
         return f"the pipeline's stages hold {text} instead of once"
     return None
+
+
+def _sends(layout: MegatronLayout) -> str | None:
+    """Of two interleaved stages each is both before and after the other. Batched, a send forward and one backward are
+    told apart only by their order, which differs between sender and receiver: from the third micro-batch on activations
+    and gradients change places, and nothing fails. Megatron-LM's arguments forbid it, megatron-core does not look."""
+    model = layout.chunks[0].model
+    group, config = getattr(getattr(model, "pg_collection", None), "pp", None), model.config
+    if len(layout.chunks) < 2 or group is None or group.size() != 2 or not config.batch_p2p_comm:
+        return None
+    return "interleaved stages on 2 ranks need overlap_p2p_comm=True and batch_p2p_comm=False in their configuration"
