@@ -27,6 +27,8 @@ class Resources:
     space_base_bytes: IntArray
     space_capacity_bytes: IntArray
     num_devices: int
+    #: Devices that somebody owns at the start; an operation that ``gives`` such a device makes it free.
+    owned: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,9 @@ class Job:
     gives: IntArray
     edges: IntArray  # [edges, 2]: before, after
     blocking: bool = False
+    #: [ops, PORTS_PER_OP]: how much of a port's rate one byte per second takes; 1 where None. (A byte that enters a
+    #: GPU over PCIe takes more of its port than one over NVLink.)
+    weights: FloatArray | None = None
 
     @property
     def num_ops(self) -> int:
