@@ -22,9 +22,10 @@ def unit_of_dp(
     expert_axes = [axis for axis in order.split("-") if axis in expert_sizes]
     if "ep" not in expert_axes:
         expert_axes.insert(expert_axes.index("dp"), "ep")
-    # Two groupings of the ranks; units are the connected sets.
-    num_dense = dp // num_shards
-    root = list(range(num_dense + -(-expert_sizes["dp"] // num_expert_shards)))
+    alike_axes = [axis for axis in axes if axis != "tp"]
+    # Two groupings of the ranks, and dp itself; units are the connected sets.
+    num_dense = dp * cp // num_shards
+    root = list(range(dp + num_dense + -(-expert_sizes["dp"] // num_expert_shards)))
 
     def find(group: int) -> int:
         while root[group] != group:
@@ -33,11 +34,22 @@ def unit_of_dp(
         return group
 
     for rank in range(num_ranks):
-        dense = _coordinate(rank, axes, sizes, "dp") // num_shards
+        own = {axis: _coordinate(rank, axes, sizes, axis) for axis in alike_axes}
+        dense = _place(own, alike_axes, sizes) // num_shards
         expert = _coordinate(rank, expert_axes, expert_sizes, "dp") // num_expert_shards
-        root[find(num_dense + expert)] = find(dense)
+        root[find(dp + dense)] = find(own["dp"])
+        root[find(dp + num_dense + expert)] = find(own["dp"])
     numbers: dict[int, int] = {}
-    return tuple(numbers.setdefault(find(rank // num_shards), len(numbers)) for rank in range(dp))
+    return tuple(numbers.setdefault(find(rank), len(numbers)) for rank in range(dp))
+
+
+def _place(own: dict[str, int], axes: list[str], sizes: dict[str, int]) -> int:
+    """Number of a rank among those that it is counted with along ``axes``, fastest first."""
+    place, stride = 0, 1
+    for axis in axes:
+        place += own[axis] * stride
+        stride *= sizes[axis]
+    return place
 
 
 def _coordinate(rank: int, axes: list[str], sizes: dict[str, int], wanted: str) -> int:

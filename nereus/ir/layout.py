@@ -3,9 +3,9 @@
 A rank's coordinate is (pp, tp), and for models with experts (pp, tp, ep, etp): the expert axes are carved out of the
 ranks of one pipeline stage, so they may cross tp, cp and dp. What a rank holds of a slot follows in two steps: the
 coordinate chooses a box of each logical tensor; then, where the slot is sharded over data parallelism, its *share*
-chooses a range of that box:
+chooses a range of that box. Shards run over dp x cp in the order of ranks: cp ranks hold the same weights.
 
-- ``none``   every data-parallel rank holds the box whole,
+- ``none``   every rank of dp x cp holds the box whole,
 - ``flat``   the boxes of a coordinate laid end to end in model order, padded to a multiple of the shard count and cut
   into equal ranges (ZeRO-1/2, Megatron's distributed optimizer); experts in a buffer of their own, over expert dp,
 - ``param``  the same per tensor (DeepSpeed ZeRO-3),
@@ -52,7 +52,7 @@ class Layout:
     cp: int
     order: str
     pp_split: tuple[int, ...]  # layers per pipeline stage
-    num_shards: int  # shard-group size along dp
+    num_shards: int  # ranks of a shard group, out of dp x cp
     weight_shards: str  # rule for the weight slot
     optimizer_shards: str  # rule for every other slot
     ep: int = 1
@@ -77,8 +77,8 @@ class Layout:
 
     @property
     def num_expert_shards(self) -> int:
-        """Size of the shard groups of expert tensors: under ZeRO all expert-dp ranks, which may be more than dp (and
-        dp may be 1); under FSDP as many as for the others, where there are so many."""
+        """Size of the shard groups of expert tensors: under ZeRO all expert-dp ranks, which may be more than dp x cp
+        (and that may be 1); under FSDP as many as for the others, where there are so many."""
         if not self.splits_experts or self.optimizer_shards == SHARD_NONE:
             return self.num_shards
         if self.optimizer_shards == SHARD_DIM0:
@@ -166,8 +166,11 @@ class Layout:
 
     def shard_of_rank(self) -> IntArray:
         """Number of every rank's share: its place in its shard group (the ranks of a group follow each other along
-        dp), and, where experts have groups of their own, ``dense + num_shards * expert``."""
-        dense: IntArray = self.coordinates()["dp"] % self.num_shards
+        dp x cp, counted in ``order``), and, where experts have groups of their own, ``dense + num_shards * expert``."""
+        coords = self.coordinates()
+        axes = sorted(("cp", "dp"), key=self.order.split("-").index)
+        size = {"cp": self.cp, "dp": self.dp}[axes[0]]
+        dense: IntArray = (coords[axes[0]] + coords[axes[1]] * size) % self.num_shards
         if not self.splits_experts:
             return dense
         return dense + self.num_shards * (self.expert_coordinates()["edp"] % self.num_expert_shards)

@@ -102,7 +102,7 @@ class Stage:
     #: With vp > 1: layers of every chunk in model order, length pp x vp; chunk i lies on pipeline stage i % pp.
     chunks: tuple[int, ...] = ()
     zero: int = 0
-    fsdp: int = 0  # shard-group size along dp; 0 = off
+    fsdp: int = 0  # ranks of a shard group, out of dp x cp; 0 = off
     order: str = ORDER_REPLICA
     place: tuple[Device, ...] | None = None  # pinned: device of each rank, in ``order``
     backend: str | None = None  # megatron | fsdp | deepspeed | torch
@@ -136,11 +136,17 @@ class Stage:
         return self.kind == "train"
 
     @property
+    def num_alike(self) -> int:
+        """Ranks that hold the same parts of the model before anything is sharded over them: dp x cp."""
+        return self.dp * self.cp
+
+    @property
     def num_shards(self) -> int:
-        """Data-parallel ranks that share one copy of the sharded slots (1 = nothing is sharded over dp)."""
+        """Ranks that share one copy of the sharded slots (1 = nothing is sharded). All frameworks shard over dp x cp:
+        context parallelism splits samples, not weights."""
         if self.fsdp:
             return self.fsdp
-        return self.dp if self.zero else 1
+        return self.num_alike if self.zero else 1
 
     @property
     def expert_dp(self) -> int:

@@ -180,7 +180,7 @@ def _layout(stage: Stage, plan: Plan) -> list[tuple[str, str]]:
     def devices(found: tuple[Device, ...]) -> str:
         return _devices_list(compress_devices(found, num_gpus))
 
-    fsdp = "off" if not stage.fsdp else "full" if stage.fsdp == stage.dp else str(stage.fsdp)
+    fsdp = "off" if not stage.fsdp else "full" if stage.fsdp == stage.num_alike else str(stage.fsdp)
     entries = [("on", devices(stage.devices))]
     entries += [(key, str(getattr(stage, key))) for key in ("tp", "pp", "cp")]
     if plan.model(stage.model).arch.moe is not None:

@@ -348,7 +348,7 @@ class StageResolver:
         if model is not None:
             spread = num_devices if dp is not None and not unread & {"ep", "etp"} else None
             good = checker.experts(model.arch, ep=ep, etp=etp, pp=pp, num_devices=spread)
-        fsdp = self._fsdp(section, fields, kind, dp, zero, checker)
+        fsdp = self._fsdp(section, fields, kind, None if dp is None else dp * cp, zero, checker)
         if moe and good and dp is not None and fsdp and not unread & {"ep", "etp"}:
             checker.expert_shards(shards=fsdp, expert_dp=tp * cp * dp // (ep * etp))
         place = self._place(entries, devices)
@@ -429,14 +429,14 @@ class StageResolver:
         return tuple(counts)
 
     def _fsdp(
-        self, section: Section, fields: dict[str, Any], kind: str, dp: int | None, zero: int, checker: DegreeChecker
+        self, section: Section, fields: dict[str, Any], kind: str, alike: int | None, zero: int, checker: DegreeChecker
     ) -> int | None:
-        """Shard-group size; 0 = off; None where it is not known, as with an unknown ``dp``. ``backend = fsdp`` shards
-        fully unless the plan says otherwise."""
+        """Shard-group size; 0 = off; None where it is not known, as with an unknown ``alike`` (dp x cp). ``backend =
+        fsdp`` shards fully unless the plan says otherwise."""
         entry = section.entries.get("fsdp")
         if entry is None:
             full = fields.get("backend") == "fsdp" and zero == 0
-            return 0 if not full or dp == 1 else dp
+            return 0 if not full or alike == 1 else alike
         self._reader.no_body(entry)
         value = entry.value
         size: int | None
@@ -445,7 +445,7 @@ class StageResolver:
             if size is None:
                 return None
         elif isinstance(value, Word) and value.text in ("full", "off"):
-            size = dp if value.text == "full" else 0
+            size = alike if value.text == "full" else 0
         else:
             word = value.text if isinstance(value, Word) else ""
             close = did_you_mean(word, ("full", "off"))
@@ -457,20 +457,20 @@ class StageResolver:
             return 0
         if zero:
             labels = (Label(span=section.entries["zero"].span, message="also given"),)
-            headline = f"{show(section.name)}: zero and fsdp both shard over dp"
+            headline = f"{show(section.name)}: zero and fsdp both shard over dp x cp"
             self._sink.error("NRS3010", headline, entry.span, "use one of them", secondary=labels)
             return None
-        if dp is None or size is None:
+        if alike is None or size is None:
             return None
-        if dp % size:
-            legal = [d for d in range(2, min(dp, 4096) + 1) if dp % d == 0]
-            headline = f"fsdp = {size} does not divide dp {dp}"
-            label = f"legal: {', '.join(map(str, legal[:12]))}" if legal else "dp is 1: use fsdp = off"
+        if alike % size:
+            legal = [d for d in range(2, min(alike, 4096) + 1) if alike % d == 0]
+            headline = f"fsdp = {size} does not divide dp x cp = {alike}"
+            label = f"legal: {', '.join(map(str, legal[:12]))}" if legal else "dp x cp is 1: use fsdp = off"
             checker.error("NRS3011", headline, ("fsdp",), label)
             return None
-        if size == 1 and dp > 1 and kind == "train":
-            headline = f"fsdp = 1 leaves {dp} replicas that never exchange gradients"
-            help_text = f"write fsdp = full (shards over {dp}), a divisor of {dp} above 1, or fsdp = off (all-reduce)"
+        if size == 1 and alike > 1 and kind == "train":
+            headline = f"fsdp = 1 leaves {alike} replicas that never exchange gradients"
+            help_text = f"fsdp = full (shards over {alike}), a divisor of {alike} above 1, or fsdp = off (all-reduce)"
             checker.error("NRS3016", headline, ("fsdp",), "a shard group of one", help=help_text)
         return size if size > 1 else 0
 

@@ -135,8 +135,9 @@ def expected(plan: Plan, devices: Collection[Device], values: Values) -> Iterato
                     for t in having
                     if dense[1] in _pipeline_homes(t, layout) and (t.expert is None or not _apart(layout))
                 }
-                here = {d: c["dp"] for d, c in ours.items() if (c["tp"], c["pp"]) == dense}
-                shards = layout.fsdp or (layout.dp if layout.zero else 1)
+                alike = [d for d, c in zip(layout.ranks, coords, strict=True) if (c["tp"], c["pp"]) == dense]
+                here = {d: place for place, d in enumerate(alike) if d in ours}
+                shards = layout.fsdp or (len(alike) if layout.zero else 1)
                 for device, name, bits in _dp_parts(layout, slot.name, local, here, shards):
                     if len(bits):
                         key = StorageKey(stage.name, name, slot.name)

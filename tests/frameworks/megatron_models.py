@@ -46,6 +46,7 @@ class At:
 
     tp: int = 1
     pp: int = 1
+    cp: int = 1  # over whole samples: Megatron's attention on a CPU does not split them
     vp: int | None = None
     ep: int = 1
     first: int | None = None  # layers of the first stage
@@ -57,6 +58,7 @@ class At:
 
     def __str__(self) -> str:
         parts = [f"tp{self.tp}", f"pp{self.pp}"]
+        parts += [f"cp{self.cp}"] if self.cp > 1 else []
         parts += [f"vp{self.vp}"] if self.vp else []
         parts += [f"first{self.first}"] if self.first else []
         parts += [f"ep{self.ep}"] if self.ep > 1 else []
@@ -148,7 +150,12 @@ def start(at: At, seed: int = 1) -> None:
                 dist.destroy_process_group(group)
     before = set(dist.distributed_c10d._world.pg_map)
     parallel_state.initialize_model_parallel(
-        at.tp, at.pp, at.vp, expert_model_parallel_size=at.ep, expert_tensor_parallel_size=1
+        at.tp,
+        at.pp,
+        at.vp,
+        context_parallel_size=at.cp,
+        expert_model_parallel_size=at.ep,
+        expert_tensor_parallel_size=1,
     )
     _started.append([group for group in dist.distributed_c10d._world.pg_map if group not in before])
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
@@ -243,6 +250,8 @@ def build(
             position_embedding_type="rope", share_embeddings_and_output_weights=arch.tied_embeddings,
             **({"vp_stage": number} if at.vp else {}), **({"pg_collection": groups} if groups is not None else {}),
         )  # fmt: skip
+        if at.cp > 1:
+            model.rotary_pos_emb.cp_group = None
         if at.bf16:
             model = Float16Module(config, model)
         if wrap:

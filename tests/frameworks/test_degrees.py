@@ -75,6 +75,12 @@ def test_ranks_and_replicas_are_megatrons(world: int, tp: int, pp: int, cp: int,
     groups = [*dense.get_ranks("tp-cp-pp"), *expert.get_ranks("tp-ep-pp")]
     if zero:
         groups += [*dense.get_ranks("dp-cp"), *expert.get_ranks("dp")]
+        # The distributed optimizer shards over dp x cp, experts over expert dp, in the order of these groups.
+        shares = layout.shard_of_rank()
+        for group in dense.get_ranks("dp-cp"):
+            assert [int(shares[rank]) % layout.num_shards for rank in group] == list(range(len(group)))
+        for group in expert.get_ranks("dp") if layout.splits_experts else ():
+            assert [int(shares[rank]) // layout.num_shards for rank in group] == list(range(len(group)))
     units: dict[int, set[int]] = {}
     for rank in range(world):
         units.setdefault(stage.unit_of_dp[int(coords["dp"][rank])], set()).add(rank)

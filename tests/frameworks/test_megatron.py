@@ -132,6 +132,11 @@ CHAINS: dict[str, tuple[Arch, list[At]]] = {
     ),
     # Expert data parallelism of its own, and none: Megatron then counts experts among the dense parameters.
     "experts": (SPARSE, [At(ep=4), At(ep=2), At(ep=2, pp=2), At(), At(ep=4)]),
+    # The distributed optimizer shards over dp x cp.
+    "context parallel": (
+        replace(DENSE, num_layers=2),
+        [At(cp=2), At(tp=2), At(tp=2, cp=2), At(cp=4), At(pp=2)],
+    ),
     "bf16": (
         replace(DENSE, num_layers=2),
         [At(tp=2, bf16=True), At(pp=2, bf16=True), At(bf16=True, optimizer="plain"), At(tp=4, bf16=True)],

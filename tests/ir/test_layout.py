@@ -46,7 +46,7 @@ def layouts(draw: st.DrawFn) -> Layout:
         cp=cp,
         order=draw(st.sampled_from([ORDER_REPLICA, ORDER_MEGATRON, "dp-tp-cp-pp", "pp-dp-cp-tp"])),
         pp_split=tuple(b - a for a, b in zip([0, *cuts], [*cuts, 3], strict=True)),
-        num_shards=draw(st.sampled_from([d for d in (1, 2, 3, 4) if dp % d == 0])),
+        num_shards=draw(st.sampled_from([d for d in (1, 2, 3, 4, 8) if dp * cp % d == 0])),
         weight_shards=SHARD_NONE,
         optimizer_shards=SHARD_FLAT,
     )
@@ -63,7 +63,10 @@ def test_coordinates_are_nested_loops(layout: Layout) -> None:
             assert coords[axis][rank] == value
     assert len(coords["tp"]) == layout.num_ranks
     assert (layout.coord_of_rank() == coords["pp"] * layout.tp + coords["tp"]).all()
-    assert (layout.shard_of_rank() == coords["dp"] % layout.num_shards).all()
+    seen: dict[int, int] = {}
+    for rank, coord in enumerate(layout.coord_of_rank().tolist()):  # ranks that hold alike, counted as they come
+        assert layout.shard_of_rank()[rank] == seen.get(coord, 0) % layout.num_shards
+        seen[coord] = seen.get(coord, 0) + 1
 
 
 def local_part(tensor: LogicalTensor, layout: Layout, tp: int, pp: int) -> np.ndarray:
@@ -145,7 +148,7 @@ def test_shard_ranges_against_lists(layout: Layout, num_shards: int, rule: str) 
                 height, width = local[number].shape
                 shard = (element // width) // -(-height // num_shards)
             expected[number][shard].append(element)
-        sharded = replace(layout, dp=num_shards, num_shards=num_shards, optimizer_shards=rule)
+        sharded = replace(layout, dp=num_shards, cp=1, num_shards=num_shards, optimizer_shards=rule)
         shares = shares_of(model, boxes, sharded, "exp_avg", coord)
         assert shares.share.tolist() == list(range(num_shards))
         for number, shard in itertools.product(range(len(model)), range(num_shards)):
@@ -220,7 +223,7 @@ def test_zero_shards_experts_over_all_ranks_that_hold_them(
         cp=cp,
         order="dp-tp-cp-pp",
         pp_split=(1,),
-        num_shards=dp,
+        num_shards=dp * cp,
         weight_shards=SHARD_NONE,
         optimizer_shards=rule,
         ep=ep,

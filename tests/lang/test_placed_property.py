@@ -71,7 +71,7 @@ def test_placed_form_is_the_same_plan(text: str) -> None:
     for stage in plan.stages:
         assert len(stage.devices) == len(set(stage.devices)) == stage.tp * stage.pp * stage.cp * stage.dp
         assert sum(stage.pp_split) == plan.model(stage.model).arch.num_layers and len(stage.pp_split) == stage.pp
-        assert stage.dp % stage.num_shards == 0
+        assert stage.dp * stage.cp % stage.num_shards == 0
     # Any permutation may be pinned.
     turned = dataclasses.replace(
         plan,

@@ -71,8 +71,10 @@ def rank_share(stage: Stage, arch: Arch, head: str, slot: str, coord: dict[str, 
         for t in logical_tensors(arch, head)
         if on_pipeline_stage(t, arch, head, stage, coord["pp"])
     }
-    shards = stage.fsdp or (stage.dp if stage.zero else 1)
-    mine = coord["dp"] % shards
+    everyone = coordinate_of_rank(stage)
+    alike = [c for c in everyone if (c["tp"], c["pp"]) == (coord["tp"], coord["pp"])]  # dp x cp, in the order of ranks
+    shards = stage.fsdp or (len(alike) if stage.zero else 1)
+    mine = alike.index(coord) % shards
     if stage.fsdp:
         result = {}
         for tensor in logical_tensors(arch, head):

@@ -99,8 +99,8 @@ def layouts(draw: st.DrawFn, arch: Arch, num_devices: int, *, train: bool) -> di
     shard = draw(st.sampled_from(["none", "zero1", "zero2", "zero3", "fsdp"] if train else ["none", "none", "fsdp"]))
     if shard.startswith("zero"):
         found["zero"] = int(shard[-1])
-    elif shard == "fsdp" and dp > 1:
-        found["fsdp"] = draw(st.sampled_from([d for d in _divisors(dp) if d > 1]))
+    elif shard == "fsdp" and dp * cp > 1:
+        found["fsdp"] = draw(st.sampled_from([d for d in _divisors(dp * cp) if d > 1]))
     return found
 
 

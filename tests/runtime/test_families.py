@@ -58,21 +58,22 @@ def layouts(draw: st.DrawFn, model: Model, optimizer: str) -> Plan:
     tp = draw(st.sampled_from([t for t in (1, 2, 4, 8) if count % (t * pp) == 0]))
     assume(backend == "megatron" or arch.vocab % tp == 0)  # all other dimensions divide
     vp = draw(st.sampled_from([v for v in (1, 2, 4) if pp > 1 and 4 % (pp * v) == 0] or [1]))
-    more: dict[str, Any] = {"backend": backend, "tp": tp, "pp": pp, "optimizer": optimizer}
+    alike = count // (tp * pp)  # dp x cp: ranks that hold the same weights, over which optimizer state is sharded
+    cp = draw(st.sampled_from([c for c in (1, 1, 2, 4) if alike % c == 0]))
+    more: dict[str, Any] = {"backend": backend, "tp": tp, "pp": pp, "cp": cp, "optimizer": optimizer}
     if vp > 1:
         more |= {"vp": vp, "chunks": (4 // (pp * vp),) * (pp * vp)}
     elif pp == 2:
         more["pp_split"] = draw(st.sampled_from([(2, 2), (1, 3), (3, 1)]))
-    dp = count // (tp * pp)
     ep, etp = 1, tp
     if arch.moe is not None:
-        inside = tp * dp
+        inside = tp * alike
         etp = draw(st.sampled_from([e for e in (1, 2, 4, 8) if inside % e == 0 and 8 % e == 0]))
         ep = draw(st.sampled_from([e for e in (1, 2, 4) if inside % (e * etp) == 0]))
         more |= {"ep": ep, "etp": etp}
-    if backend == "fsdp" and ep == 1 and etp == tp and dp > 1:
-        more["fsdp"] = draw(st.sampled_from([d for d in range(2, dp + 1) if dp % d == 0]))
-    elif backend != "fsdp" and dp > 1:
+    if backend == "fsdp" and ep == 1 and etp == tp and alike > 1:
+        more["fsdp"] = draw(st.sampled_from([d for d in range(2, alike + 1) if alike % d == 0]))
+    elif backend != "fsdp" and alike > 1:
         more["zero"] = draw(st.sampled_from([0, 1, 3] if backend != "megatron" else [0, 1]))
     more["order"] = draw(st.sampled_from([ORDER_MEGATRON, ORDER_REPLICA, "dp-tp-cp-pp"]))
     more["slots"] = default_slots(trains=True, precision="bf16", optimizer=optimizer)

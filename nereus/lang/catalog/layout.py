@@ -97,19 +97,19 @@ ENTRIES = (
     CodeEntry(
         code="NRS3010",
         title="zero together with fsdp",
-        cause="Both shard state over the data-parallel ranks, in different shapes.",
+        cause="Both shard state over the ranks of dp x cp, in different shapes.",
         example=one("stage actor.train { on = n0  zero = 1  fsdp = full }"),
         fix="Keep one of the two.",
     ),
     CodeEntry(
         code="NRS3011",
-        title="fsdp that does not divide dp",
+        title="fsdp that does not divide dp x cp",
         cause=(
-            "fsdp = N shards over groups of N data-parallel ranks, so N must divide dp; experts are sharded over "
-            "groups of at most N expert-dp ranks, which must divide too."
+            "fsdp = N shards over groups of N of the dp x cp ranks, so N must divide dp x cp; experts are sharded "
+            "over groups of at most N expert-dp ranks, which must divide too."
         ),
         example=one("stage actor.train { on = n0  fsdp = 3 }"),
-        fix="Use a divisor of dp, or fsdp = full.",
+        fix="Use a divisor of dp x cp, or fsdp = full.",
     ),
     CodeEntry(
         code="NRS3012",

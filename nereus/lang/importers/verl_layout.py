@@ -62,23 +62,14 @@ def _fsdp(block: Block, config: Config, worker: Worker, gpus: int) -> None:
     size = config.integer(f"{worker.engine}.fsdp_size")
     written = size if size is not None and 0 < size < gpus else None
     if sequence > 1:
-        at = config.place(f"{worker.role}.ulysses_sequence_parallel_size")
         block.add("cp", sequence, "Ulysses sequence parallelism, as context parallelism: dp = GPUs / cp")
-        config.reports.add(
-            "NRS2508",
-            Severity.WARNING,
-            f"FSDP shards also over the {sequence} Ulysses ranks, which a plan does not express",
-            at,
-            label="written as cp, whose ranks each hold a copy: memory per GPU is overestimated",
-        )
     if written is None:
-        block.add("fsdp", "full", "fsdp_size -1: over all data-parallel ranks")
-    elif written <= sequence:
-        block.add("fsdp", "off", f"fsdp_size {written}: only over the Ulysses ranks" if sequence > 1 else "fsdp_size 1")
-    elif sequence > 1:
-        block.add("fsdp", max(1, written // sequence), f"fsdp_size {written} counts the {sequence} Ulysses ranks too")
+        which = "data-parallel and Ulysses" if sequence > 1 else "data-parallel"
+        block.add("fsdp", "full", f"fsdp_size -1: over all {which} ranks")
+    elif written == 1:
+        block.add("fsdp", "off", "fsdp_size 1")
     else:
-        block.add("fsdp", written)
+        block.add("fsdp", written, "counts Ulysses ranks too, here as there" if sequence > 1 else "")
 
 
 def _megatron(block: Block, config: Config, worker: Worker, arch: Arch | None) -> None:

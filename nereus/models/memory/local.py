@@ -33,7 +33,7 @@ class LocalShapes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """How a slot is spread over data-parallel ranks. ``rule``: none, flat, param or dim0, as in ``ir.layout``."""
+    """How a slot is spread over the ranks of dp x cp. ``rule``: none, flat, param or dim0, as in ``ir.layout``."""
 
     rule: str
     num_dense: int
@@ -57,11 +57,11 @@ def sharding(stage: Stage, slot: str) -> Sharding:
     if stage.fsdp > 1:
         return Sharding(rule="dim0", num_dense=stage.fsdp, num_expert=min(stage.fsdp, expert_dp(stage)))
     if stage.zero >= 3:
-        return Sharding(rule="param", num_dense=stage.dp, num_expert=expert_dp(stage))
+        return Sharding(rule="param", num_dense=stage.num_shards, num_expert=expert_dp(stage))
     replicated = slot == "weight" or (slot == "gradients" and stage.zero < 2)
     if stage.zero == 0 or replicated:
         return Sharding(rule="none", num_dense=1, num_expert=1)
-    return Sharding(rule="flat", num_dense=stage.dp, num_expert=expert_dp(stage))
+    return Sharding(rule="flat", num_dense=stage.num_shards, num_expert=expert_dp(stage))
 
 
 def local_shapes(
