@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nereus.ir.arch import Arch, Lora
+from nereus.ir.diagnostic import Fix
 from nereus.lang import schema
 from nereus.lang.merge import Entry, Section, entries_of
 from nereus.lang.sink import Sink, listing, show, suggestion
@@ -58,9 +59,22 @@ def _targets(entry: Entry, arch: Arch | None, reader: Reader) -> tuple[str, ...]
     good = True
     for word in words:
         if word.text not in known:
-            more = suggestion(word.text, known, word.span)
-            headline = f"'{show(word.text)}' is no linear module of this model"
-            label = f"one of {listing(known, 'or')}"
-            reader.sink.error("NRS2007", headline, word.span, label, **more)
+            _unknown_target(word, known, alone=len(words) == 1, sink=reader.sink)
             good = False
     return tuple(dict.fromkeys(word.text for word in words)) if good else None
+
+
+#: What other programs write for every linear: peft's word, and slips of it and of ours.
+_EVERY_LINEAR = ("all", "all-linear", "all_linear", "linear", "default")
+
+
+def _unknown_target(word: Word, known: tuple[str, ...], *, alone: bool, sink: Sink) -> None:
+    headline = f"'{show(word.text)}' is no linear module of this model"
+    if word.text.lower() in _EVERY_LINEAR:
+        fix = Fix(span=word.span, text="all") if alone else None
+        more: dict[str, object] = {"help": "every linear of every layer is targets = all, alone", "fix": fix}
+    else:
+        more = suggestion(word.text, (*known, "all"), word.span)
+        if more.get("fix") is None:  # nothing is close, and the label lists them
+            more = {}
+    sink.error("NRS2007", headline, word.span, f"all, or some of {listing(known, 'and')}", **more)

@@ -147,7 +147,8 @@ class Reader:
         if value.text in known:
             return value.text
         headline = f"'{show(value.text)}' is no value of {entry.name}"
-        more = suggestion(value.text, known, value.span)
+        close = suggestion(value.text, known, value.span)
+        more = close if close.get("fix") is not None else {}  # the label lists what is known
         self.sink.error("NRS2007", headline, value.span, f"one of {listing(known, 'or')}", **more)
         return None
 

@@ -91,6 +91,28 @@ class TestLora:
         text = 'model actor = "qwen3-30b-a3b" { lora { rank = 8  targets = (gate) } }\n'
         assert "gate_proj" in (only(HEAD + text + TRAIN, "NRS2007").help or "")
 
+    @pytest.mark.parametrize("written", ["all-linear", "(all-linear)", "ALL", "(q_proj, all)"])
+    def test_every_linear_is_called_all(self, written: str) -> None:
+        text = f'model actor = "llama-3.1-8b" {{ lora {{ rank = 8  targets = {written} }} }}\n'
+        found = only(HEAD + text + TRAIN, "NRS2007")
+        assert found.help == "every linear of every layer is targets = all, alone"
+        assert found.primary is not None and found.primary.message.startswith("all, or some of q_proj, k_proj")
+        assert (found.fix is not None) == ("," not in written)
+        if found.fix is not None:
+            assert found.fix.text == "all"
+
+    def test_modules_are_listed_once(self) -> None:
+        text = 'model actor = "llama-3.1-8b" { lora { rank = 8  targets = xyz } }\n'
+        shown = render([only(HEAD + text + TRAIN, "NRS2007")], color=False)
+        assert shown.count("down_proj") == 1
+
+    def test_words_of_a_key_are_listed_once(self) -> None:
+        shown = render(
+            [only(HEAD + 'model actor = "llama-3.1-8b"\n' + TRAIN.replace("on =", "idle = xyz  on ="), "NRS2007")],
+            color=False,
+        )
+        assert shown.count("offload") == 1
+
 
 class TestSharedBase:
     def test_it_is_said_and_survives_its_placed_form(self) -> None:
