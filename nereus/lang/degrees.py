@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from nereus.ir.arch import Arch
 from nereus.ir.cluster import Device
-from nereus.ir.diagnostic import Fix, Span
+from nereus.ir.diagnostic import Fix, Label, Span
 from nereus.ir.plan import Model, Workload
 from nereus.lang.sink import Sink, listing
 from nereus.lang.split import Split, SplitError, even_split, spread
@@ -15,16 +16,42 @@ from nereus.models.legality import etp_refusals, legal_ep, legal_etp, legal_tp, 
 
 
 class DegreeChecker:
-    """Messages name the stage; carets go to the key that would have to change."""
+    """Messages name the stage; carets go to the key that would have to change.
 
-    def __init__(self, stage: str, spans: Mapping[str, Span], head: Span, sink: Sink) -> None:
+    ``spans``: of the stage's keys, and of its model as ``model``. ``levels``: number of each file, base first. Where a
+    variant changes one of the keys that do not fit together, the caret goes there: the base was right before."""
+
+    def __init__(
+        self,
+        stage: str,
+        spans: Mapping[str, Span],
+        head: Span,
+        sink: Sink,
+        levels: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         self._stage = stage
         self._spans = spans
         self._head = head
         self._sink = sink
+        self._levels = levels
+
+    def key_at(self, *keys: str) -> str | None:
+        """The one of ``keys`` that the last file writes; the first of several."""
+        written = [key for key in keys if key in self._spans]
+        return max(written, key=lambda key: self._level(self._spans[key]), default=None)
 
     def at(self, *keys: str) -> Span:
-        return next((self._spans[key] for key in keys if key in self._spans), self._head)
+        key = self.key_at(*keys)
+        return self._head if key is None else self._spans[key]
+
+    def _level(self, span: Span) -> int:
+        return self._levels.get(span.source.path, 0)
+
+    def _fix(self, key: str, text: str, *others: str) -> Fix | None:
+        """None where ``key`` stands in an older file than the caret at one of ``key`` and ``others``."""
+        if key not in self._spans or self.key_at(key, *others) != key:
+            return None
+        return Fix(span=self._spans[key], text=text)
 
     def error(self, code: str, headline: str, keys: Sequence[str], label: str = "", **more: object) -> None:
         self._sink.error(code, f"{self._stage}: {headline}", self.at(*keys), label, **more)
@@ -46,10 +73,10 @@ class DegreeChecker:
                 others.append(f"tp = {d}: {'; '.join(refusals(d))}")
         notes = (*reasons, f"legal tp: {', '.join(map(str, legal))}", *others)
         best = max((d for d in legal if d <= tp), default=1)
-        fix = Fix(span=self._spans["tp"], text=f"tp = {best}") if "tp" in self._spans else None
+        fix = self._fix("tp", f"tp = {best}", "model")
         headline = f"tp = {tp} cannot cut {model.source or model.name}"
         label = f"legal: {', '.join(map(str, legal))}"
-        self.error("NRS3005", headline, ("tp", "with"), label, notes=notes, help=f"write tp = {best}", fix=fix)
+        self.error("NRS3005", headline, ("tp", "with", "model"), label, notes=notes, help=f"write tp = {best}", fix=fix)
         return False
 
     def count(self, num_devices: int, tp: int, pp: int, cp: int) -> int | None:
@@ -63,7 +90,14 @@ class DegreeChecker:
         headline = f"{num_devices} GPUs do not divide by {product}" + (f" = {unit}" if " x " in product else "")
         help_text = f"the nearest counts that do are {near}" if below else f"it needs at least {above} GPUs"
         data = (("num_devices", num_devices), ("unit", unit))
-        self.error("NRS3003", headline, ("on",), f"{num_devices} GPUs", help=help_text, data=data)
+        keys = ("on", *(name for name, value in (("tp", tp), ("pp", pp), ("cp", cp)) if value > 1))
+        key = self.key_at(*keys)
+        gpus = f"{num_devices} GPUs"
+        label, secondary = gpus, ()
+        if key not in (None, "on"):  # a variant that changes a degree
+            label = f"makes {unit} GPUs a replica"
+            secondary = (Label(span=self._spans["on"], message=gpus),) if "on" in self._spans else ()
+        self.error("NRS3003", headline, keys, label, help=help_text, data=data, secondary=secondary)
         return None
 
     def written_dp(self, written: int, dp: int, num_devices: int, tp: int, pp: int, cp: int) -> bool:
@@ -80,7 +114,7 @@ class DegreeChecker:
         layers = arch.num_layers
         if pp > layers:
             headline = f"pp = {pp} is more than the {layers} layers of its model"
-            self.error("NRS3008", headline, ("pp", "with"), f"at most {layers}")
+            self.error("NRS3008", headline, ("pp", "with", "model"), f"at most {layers}")
             return None
         if vp > 1 and pp == 1:
             self.error("NRS3017", f"vp = {vp} needs a pipeline, and pp is 1", ("vp",), "remove it")
@@ -93,12 +127,12 @@ class DegreeChecker:
                 legal = [d for d in range(1, min(layers, 128) + 1) if layers % d == 0]
                 headline = f"pp = {pp} would lose layers: {layers} layers do not divide by {pp}"
                 notes = (f"pp that divide: {', '.join(map(str, legal))}",)
-                fix = None
-                if "pp" in self._spans:
-                    fix = Fix(span=self._spans["pp"], text=f"pp = {pp}  pp_split = ({example})")
-                help_text = f"say how they are split: pp_split = ({example})"
-                keys = ("pp", "with")
-                self.error("NRS3008", headline, keys, f"{layers} / {pp}", notes=notes, help=help_text, fix=fix)
+                fix = self._fix("pp", f"pp = {pp}  pp_split = ({example})", "model")
+                help_text = f"say how they are split, stage {self._stage} {{ pp_split = ({example}) }}"
+                help_text += ", or write a pp that divides"
+                keys = ("pp", "with", "model")
+                label = f"{layers} layers / {pp}"
+                self.error("NRS3008", headline, keys, label, notes=notes, help=help_text, fix=fix)
                 return None
             found: tuple[int, ...] = (layers // pp,) * pp
         else:
@@ -106,7 +140,8 @@ class DegreeChecker:
                 found = spread(written, layers, pp, vp)
             except SplitError as error:
                 help_text = f"for instance pp_split = ({example}), or pp_split = default"
-                self.error("NRS3009", f"pp_split has {error}", ("pp_split",), str(error), help=help_text)
+                keys = ("pp_split", "pp", "vp", "model")
+                self.error("NRS3009", f"pp_split has {error}", keys, str(error), help=help_text)
                 return None
         if len(found) == pp * vp:
             return Split.of_chunks(found, pp, vp)
@@ -168,8 +203,7 @@ class DegreeChecker:
             notes.append(f"legal micro_batch at dp {dp}: {', '.join(map(str, legal))}")
             best = max(d for d in legal if d <= micro_batch)
             help_text = f"micro_batch = {best}, {mini_batch // (dp * best)} times, is the same update in no more memory"
-            if "micro_batch" in self._spans:
-                fix = Fix(span=self._spans["micro_batch"], text=f"micro_batch = {best}")
+            fix = self._fix("micro_batch", f"micro_batch = {best}", "on", "with")
         if near := legal_dp(mini_batch, dp, per):
             suffix = "" if by_tokens else f" at micro_batch {micro_batch}"
             notes.append(f"nearest legal dp{suffix}: {listing(sorted(near), 'or')}")

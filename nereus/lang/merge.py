@@ -53,6 +53,8 @@ class Merged:
     nodes: dict[str, Section] = field(default_factory=dict)
     models: dict[str, Section] = field(default_factory=dict)
     stages: dict[str, Section] = field(default_factory=dict)
+    #: Number of each file by its path, base first: what is written later is what the user has edited.
+    levels: dict[str, int] = field(default_factory=dict)
     #: Some text of some file was not read.
     broken: bool = False
     #: Some node blocks could not be understood, so nobody knows which nodes there are.
@@ -63,6 +65,7 @@ def merge(files: Sequence[File], sink: Sink, *, complete: bool = True) -> Merged
     """``files`` base first; ``complete`` is False where a base of them is unknown."""
     merged = Merged(broken=not complete or any(f.skipped for f in files))
     for level, file in enumerate(files):
+        merged.levels[file.source.path] = level
         _Merger(merged, file, level, sink, complete=complete).run()
     return merged
 

@@ -39,6 +39,7 @@ class StageResolver:
     ) -> None:
         self._sections = merged.stages
         self._broken = merged.broken
+        self._levels = merged.levels
         self._cluster = cluster
         self._models = models
         self._workload = workload
@@ -104,7 +105,8 @@ class StageResolver:
         fields: dict[str, Any] = {"model": model_name, "kind": kind}
         spans = {name: entry.span for name, entry in section.entries.items()}
         spans.update({name: block.keyword.span for name, block in section.blocks.items()})
-        checker = DegreeChecker(show(section.name), spans, section.head, self._sink)
+        origin = {} if model is None or model.span is None else {"model": model.span}
+        checker = DegreeChecker(show(section.name), {**origin, **spans}, section.head, self._sink, self._levels)
         self._where(section, fields, host)
         self._settings(section, fields, kind, model, host)
         sound = False
