@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 def summary_text(plan: Plan, report: MemoryReport | None, out: Output) -> str:
     lines = [out.style(plan.path or "plan", "bold"), *_facts(plan), ""]
     lines += _stage_table(plan, report)
+    if layers := _layer_lines(plan, out):
+        lines += ["", "  layers of each pipeline stage", *layers]
     if report is not None:
         lines += ["", "  fullest GPU of each stage, GB", *_memory_lines(report, out)]
     lines += ["", "  assumed, since the plan does not say", *_assumption_lines(plan, out)]
@@ -137,6 +139,33 @@ def _stage_table(plan: Plan, report: MemoryReport | None) -> list[str]:
     return table([header[i] for i in keep], shown, right=range(2, len(keep)))
 
 
+def _layer_lines(plan: Plan, out: Output) -> list[str]:
+    """For stages whose plan splits layers itself, ``rest`` spelt out, or interleaves chunks: which layers lie where."""
+    lines = []
+    width = max((len(stage.name) for stage in plan.stages), default=0)
+    for stage in plan.owners():
+        written = {key for key, _ in stage.key_spans}
+        if stage.pp == 1 or not stage.pp_split or (stage.vp == 1 and "pp_split" not in written):
+            continue
+        start = f"    {stage.name.ljust(width)}  "
+        counts = ", ".join(map(str, stage.pp_split))
+        text = f"{counts}{f', each in {stage.vp} chunks' if stage.vp > 1 else ''}: "
+        text += "; ".join(f"stage {i}: {ranges}".replace(" ", GLUE) for i, ranges in enumerate(_layers_held(stage)))
+        lines.append(wrap(text, width=out.width, indent=" " * len(start), first=start))
+    return lines
+
+
+def _layers_held(stage: Stage) -> list[str]:
+    """``0-3, 16-19`` of every pipeline stage: global layer numbers, chunk by chunk."""
+    held: list[list[str]] = [[] for _ in range(stage.pp)]
+    first = 0
+    for number, count in enumerate(stage.chunks or stage.pp_split):
+        if count:
+            held[number % stage.pp].append(f"{first}-{first + count - 1}" if count > 1 else str(first))
+        first += count
+    return [", ".join(ranges) or "none" for ranges in held]
+
+
 def _memory_lines(report: MemoryReport, out: Output) -> list[str]:
     name_width = max((len(stage) for stage in report.stages), default=0)
     device_width = max((len(str(row.device)) for row in report.worst_rows()), default=0)
@@ -162,7 +191,7 @@ def _parts_text(row: MemoryRow | HostRow) -> str:
     small = sum(part.num_bytes for part in parts) - sum(part.num_bytes for part in shown)
     texts = [f"{part.label} {format_gb(part.num_bytes)}" for part in shown]
     if small >= GB // 20 or not texts:
-        texts.append(f"rest {format_gb(small)}")
+        texts.append(f"other {format_gb(small)}")
     # Lines break behind a plus, never inside a part.
     return f"{GLUE}+ ".join(text.replace(" ", GLUE) for text in texts)
 

@@ -8,6 +8,7 @@ from nereus.ir.diagnostic import Diagnostic, Label, Severity
 from nereus.ir.holdings import Holdings, StateSet, Topology
 from nereus.ir.plan import Model, Plan, Stage
 from nereus.ir.units import format_bytes
+from nereus.models.expert_layout import unknown_expert_layouts
 from nereus.passes.diff import Diff
 from nereus.passes.lifecycle import Lifecycle
 from nereus.passes.memory import MemoryPlan
@@ -21,22 +22,7 @@ def _label(stage: Stage | None, key: str = "on", message: str = "") -> Label | N
 
 def check_experts(old: Plan, new: Plan) -> list[Diagnostic]:
     """Frameworks differ in how FSDP shards experts that are spread: refused, not guessed."""
-    found = []
-    for plan in (old, new):
-        for stage in plan.stages:
-            is_moe = plan.model(stage.model).arch.moe is not None
-            if is_moe and stage.service is None and stage.with_ is None and stage.fsdp > 1 and stage.ep > 1:
-                found.append(
-                    Diagnostic(
-                        code="NRS5006",
-                        severity=Severity.ERROR,
-                        headline=f"{stage.name}: experts over ep = {stage.ep} inside FSDP have no layout that is known",
-                        primary=_label(stage, "ep"),
-                        notes=("frameworks shard such experts by expert, by row or not at all: it would be a guess",),
-                        help="Write ep = 1 with fsdp, or zero = 1 with ep (Megatron's expert data parallelism).",
-                    )
-                )
-    return found
+    return [*unknown_expert_layouts(old), *unknown_expert_layouts(new)]
 
 
 def check_machines(old: Plan, new: Plan) -> list[Diagnostic]:

@@ -89,6 +89,37 @@ def test_check_concise_is_one_line_a_message(nereusc, good_plan):
     assert all(line.startswith("bad.plan:") and "NRS" in line for line in errors)
 
 
+def test_check_warns_of_experts_that_no_change_can_move(nereusc, good_plan):
+    """The plan is legal and its job may run, so it is no error; but a user of diff must not be the first to hear it."""
+    text = (
+        'cluster { node n0 { gpus = 8 x "h200-sxm-141gb" } }\nmodel actor = "qwen3-30b-a3b"\n'
+        "workload { algorithm = sft  prompts = 128 }\n"
+        "stage actor.train { on = n0  ep = 8  fsdp = 8  recompute = full }\n"
+    )
+    old = write("spread.plan", text)
+    ran = nereusc("check", old)
+    assert ran.code == 0
+    assert "warning[NRS5006]" in ran.stderr and "diff, compile and run refuse every change" in ran.stderr
+    refused = nereusc("diff", old, write("other.plan", text.replace("ep = 8", "ep = 4")))
+    assert refused.code != 0 and "error[NRS5006]" in refused.stderr
+    assert "NRS5006" not in nereusc("check", write("whole.plan", text.replace("ep = 8", "ep = 1"))).stderr
+
+
+def test_check_spells_out_rest_and_chunks(nereusc, good_plan):
+    text = (
+        'cluster { node n0 { gpus = 8 x "h100-sxm-80gb" } }\nmodel actor = "llama-3.1-8b"\n'
+        "workload { algorithm = sft  prompts = 128 }\n"
+        "stage actor.train { on = n0  pp = 4  KEYS }\n"
+    )
+    chunks = nereusc("check", write("chunks.plan", text.replace("KEYS", "vp = 2  pp_split = (6, rest, 6)"))).stdout
+    said = " ".join(chunks.split())
+    assert "layers of each pipeline stage actor.train 6, 10, 10, 6, each in 2 chunks: stage 0: 0-2, 16-18;" in said
+    assert "stage 3: 13-15, 29-31" in said
+    plain = " ".join(nereusc("check", write("rest.plan", text.replace("KEYS", "pp_split = (rest, 2)"))).stdout.split())
+    assert "actor.train 10, 10, 10, 2: stage 0: 0-9; stage 1: 10-19; stage 2: 20-29; stage 3: 30-31" in plain
+    assert "layers of each" not in nereusc("check", write("even.plan", text.replace("KEYS", ""))).stdout
+
+
 def test_check_reads_stdin(spawned):
     ran = spawned(["check", "-"], stdin=GOOD_PLAN.encode())
     assert ran.code == 0

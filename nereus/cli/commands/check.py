@@ -62,10 +62,13 @@ def _check(path: str) -> tuple[LoadResult, MemoryReport | None, tuple[Diagnostic
     result = resolve_text(read_text(STDIN), path=STDIN_NAME, base_dir=".") if path == STDIN else load_plan(path)
     if result.plan is None or has_errors(result.diagnostics):
         return result, None, result.diagnostics
+    from nereus.ir.diagnostic import Severity
+    from nereus.models.expert_layout import unknown_expert_layouts
     from nereus.models.memory import check_memory, steady_state
 
     report = steady_state(result.plan)
-    found = check_memory(result.plan, report)
+    # What only a change would stumble over is a warning here: the plan itself is legal.
+    found = (*check_memory(result.plan, report), *unknown_expert_layouts(result.plan, Severity.WARNING))
     return result, report, (*(d for d in found if has_errors([d])), *result.diagnostics, *_rest(found))
 
 

@@ -88,8 +88,8 @@ ENTRIES = (
         title="pp_split that does not come out",
         cause=(
             "pp_split lists the layers of each pipeline stage, pp numbers that add up to the model's layers; `rest` in "
-            "it stands for the stages between, which share what is left evenly. With vp, pp x vp numbers list the "
-            "chunks."
+            "it stands for all pipeline stages that are not named (with vp too: stages, not chunks), which share what "
+            "is left evenly. With vp, pp x vp numbers list the chunks."
         ),
         example=one("stage actor.train { on = n0  pp = 2  pp_split = (17, 16) }"),
         fix="Correct the numbers; pp_split = default returns to an even split.",

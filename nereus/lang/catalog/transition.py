@@ -136,7 +136,8 @@ ENTRIES: tuple[CodeEntry, ...] = (
         title="experts that are spread inside FSDP have no known layout",
         cause=(
             "With ep > 1 and fsdp together, frameworks shard an expert by expert, by row or not at all, each in its "
-            "own way. No rule holds for all of them, and a wrong guess would lose experts silently."
+            "own way. No rule holds for all of them, and a wrong guess would lose experts silently. check looks at one "
+            "plan and warns: the job can run so, but no change from or to it can be compiled."
         ),
         example=_two(
             plan(
