@@ -69,14 +69,10 @@ def check_job(job: Job) -> None:
         raise ValueError("an edge names an operation that does not exist")
     if bool(((job.space < 0) & ((job.acquired != 0) | (job.released != 0))).any()):
         raise ValueError("memory is acquired or released in no space")
-    for what, values in (
-        ("seconds", job.fixed_s),
-        ("bytes", job.num_bytes),
-        ("bytes", job.acquired),
-        ("bytes", job.released),
-    ):
-        if values.size and not bool((values >= 0).all()):
-            raise ValueError(f"negative {what} in a job")
+    if bool((job.fixed_s < 0).any()):
+        raise ValueError("negative seconds in a job")
+    if any(bool((values < 0).any()) for values in (job.num_bytes, job.acquired, job.released)):
+        raise ValueError("negative bytes in a job")
     if not bool((resources.port_bytes_per_s > 0).all()):
         raise ValueError("a port passes nothing")
 

@@ -72,4 +72,5 @@ class Network:
         return ports, weights
 
     def _weight_inside(self, node: IntArray) -> FloatArray:
-        return self._fastest[node] / self._intra[node]
+        weight: FloatArray = self._fastest[node] / self._intra[node]
+        return weight
