@@ -93,7 +93,8 @@ class DegreeChecker:
         keys = ("on", *(name for name, value in (("tp", tp), ("pp", pp), ("cp", cp)) if value > 1))
         key = self.key_at(*keys)
         gpus = f"{num_devices} GPUs"
-        label, secondary = gpus, ()
+        label = gpus
+        secondary: tuple[Label, ...] = ()
         if key not in (None, "on"):  # a variant that changes a degree
             label = f"makes {unit} GPUs a replica"
             secondary = (Label(span=self._spans["on"], message=gpus),) if "on" in self._spans else ()
@@ -140,8 +141,8 @@ class DegreeChecker:
                 found = spread(written, layers, pp, vp)
             except SplitError as error:
                 help_text = f"for instance pp_split = ({example}), or pp_split = default"
-                keys = ("pp_split", "pp", "vp", "model")
-                self.error("NRS3009", f"pp_split has {error}", keys, str(error), help=help_text)
+                at = ("pp_split", "pp", "vp", "model")
+                self.error("NRS3009", f"pp_split has {error}", at, str(error), help=help_text)
                 return None
         if len(found) == pp * vp:
             return Split.of_chunks(found, pp, vp)

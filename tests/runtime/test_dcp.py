@@ -18,6 +18,7 @@ from hypothesis import strategies as st  # noqa: E402
 from nereus.ir.arch import Arch, Moe  # noqa: E402
 from nereus.ir.fragment import Fragment, Segment, fragments_of  # noqa: E402
 from nereus.models.naming.base import Where  # noqa: E402
+from nereus.models.naming.explicit import ExplicitNaming  # noqa: E402
 from nereus.models.naming.hf import HfNaming  # noqa: E402
 from nereus.models.tensors import logical_tensors  # noqa: E402
 from nereus.runtime.adapters import dcp, dcp_job, dcp_write  # noqa: E402
@@ -278,3 +279,11 @@ def test_boxes_are_the_rectangles_they_stand_for(data: st.DataObject) -> None:
             assert part.reshape(-1).tolist() == numbers.view(matrix)[r0:r1, c0:c1].reshape(-1).tolist()
             found += part.reshape(-1).tolist()
         assert sorted(found) == sorted(numbers.view(matrix)[row_lo:row_hi, col_lo:col_hi].reshape(-1).tolist())
+
+
+def test_a_naming_without_a_model_is_refused_in_words(tmp_path: Path) -> None:
+    naming: Any = ExplicitNaming.identity({"weight": (4, 8)})
+    for call in (lambda: dcp_write.save(tmp_path / "new", live(TIED), naming), lambda: dcp.bind(tmp_path, naming)):
+        with pytest.raises(BindError, match=r"ExplicitNaming does not say which tensors .* HfNaming\(arch="):
+            call()
+    assert list(tmp_path.iterdir()) == []

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ torch = pytest.importorskip("torch")
 from nereus.ir.arch import Arch, Moe  # noqa: E402
 from nereus.ir.fragment import Fragment, fragments_of  # noqa: E402
 from nereus.models.naming.base import Where  # noqa: E402
+from nereus.models.naming.explicit import ExplicitNaming  # noqa: E402
 from nereus.models.naming.hf import HfNaming  # noqa: E402
 from nereus.models.tensors import logical_tensors  # noqa: E402
 from nereus.runtime.adapters import publish, safetensors_files, safetensors_write  # noqa: E402
@@ -437,3 +439,15 @@ def test_a_checkpoint_is_a_source_of_a_move(tmp_path: Path, arch: Arch, readers:
     sources = [safetensors_files.bind(tmp_path, naming, rank=rank) if rank < readers else None for rank in range(2)]
     move_here(sources, new, logical_tensors(arch))
     assert equal(gather(new, logical_shapes(arch)), as_whole(tensors))
+
+
+def test_a_naming_without_a_model_is_refused_in_words(tmp_path: Path) -> None:
+    naming: Any = ExplicitNaming.identity({"weight": (4, 8)})
+    live = tp_rank(DENSE, 1, 0)
+    for call in (
+        lambda: safetensors_write.save(tmp_path / "new", live, naming),
+        lambda: safetensors_files.bind(tmp_path, naming),
+    ):
+        with pytest.raises(BindError, match=r"ExplicitNaming does not say which tensors .* HfNaming\(arch="):
+            call()
+    assert list(tmp_path.iterdir()) == []

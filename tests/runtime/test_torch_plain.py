@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from nereus.ir.fragment import Segment
+from nereus.models.naming.base import Where
 from nereus.models.naming.explicit import ExplicitNaming
 from nereus.runtime.adapters.base import BindError, Binding
 from nereus.runtime.adapters.classify import Declared
@@ -453,7 +454,7 @@ def test_the_checklist_sees_each_fault(broken: str) -> None:
 def test_a_learned_table_is_no_derived_one_whatever_its_name() -> None:
     job = Job()
     job.module.turns_inv_freq = nn.Parameter(torch.zeros(3))
-    with pytest.raises(BindError, match="'turns_inv_freq' is not declared"):
+    with pytest.raises(BindError, match=r"'turns_inv_freq' \[.*\] is not in the naming"):
         PlainTorch(job.module, naming=naming()).bind()
 
 
@@ -462,5 +463,57 @@ def test_a_declared_part_must_lie_inside_its_parameter() -> None:
         **naming()._parameters,
         "up.bias": (Segment(tensor="up.bias", row_lo=0, row_hi=9, col_lo=0, col_hi=1, at_row=1),),
     }
-    with pytest.raises(BindError, match=r"up\.bias.* \[0:9, 0:1\] does not fit at row 1, column 0"):
+    with pytest.raises(BindError, match=r"up\.bias.*row_hi=9, .* does not fit: 9 rows from row 1 on"):
         PlainTorch(Net(), naming=named).bind()
+
+
+class _Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(8, 4)
+
+
+WHOLE = {"proj.weight": (4, 8), "proj.bias": (4,)}
+
+
+@pytest.mark.parametrize("missing", ["proj.weight", "proj.bias"])
+def test_the_advice_for_a_missing_name_is_what_to_write(missing: str) -> None:
+    module = _Linear()
+    there = {name: shape for name, shape in WHOLE.items() if name != missing}
+    with pytest.raises(BindError, match="Parameters belong in the naming") as raised:
+        PlainTorch(module, naming=ExplicitNaming.identity({**there, f"{missing}s": (1,)})).bind()
+    text = str(raised.value)
+    assert f"'{missing}' {list(WHOLE[missing])} is not in the naming, which has '{missing}s'" in text
+    lines = text.split("write ")[1].split(", or '", maxsplit=1)[0]
+    name, _, segments = lines.partition(": ")
+    parsed = {str(eval(name)): eval(segments, {"Segment": Segment})}
+    both = {**{n: ExplicitNaming.identity(WHOLE).segments(n, s, Where()) for n, s in there.items()}, **parsed}
+    bound = PlainTorch(module, naming=both).bind()
+    assert [f.numel for f in bound.state.fragments] == [32, 4]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"col_hi": 4, "row_hi": 1}, "4 rows of 1 column: "),  # a vector written as a row
+        ({"row_hi": 8}, "8 rows from row 0 on"),
+        ({"row_hi": 2, "at_row": 3}, "2 rows from row 3 on"),
+        ({"at_row": 4}, "begins outside, at row 4, column 0"),
+        ({"at_row": -1}, "begins outside, at row -1, column 0"),
+        ({"row_lo": 4}, "is empty or upside down"),
+    ],
+)
+def test_the_advice_for_a_wrong_segment_is_one_that_fits(change: dict[str, int], words: str) -> None:
+    module = _Linear()
+    right = {"row_lo": 0, "row_hi": 4, "col_lo": 0, "col_hi": 1, "at_row": 0}
+    naming = {
+        "proj.weight": ExplicitNaming.identity(WHOLE).segments("proj.weight", (4, 8), Where()),
+        "proj.bias": (Segment(tensor="proj.bias", **{**right, **change}),),
+    }
+    with pytest.raises(BindError) as raised:
+        PlainTorch(module, naming=naming).bind()
+    text = str(raised.value)
+    assert words in text
+    line = text.split("; write ")[1].split(" for what lies there", maxsplit=1)[0]
+    naming["proj.bias"] = (eval(line, {"Segment": Segment}),)
+    PlainTorch(module, naming=naming).bind()

@@ -166,8 +166,10 @@ class Census:
         lines = [f"  {path}: {why}" for path, why in self.unknown.items()]
         raise BindError(
             f"{len(lines)} objects are reachable from the module or the optimizer and are not known to be state, "
-            "derived or a cache:\n" + "\n".join(lines) + "\nSay what each is with Declared(state=..., carried=..., "
-            "derived=..., caches=...), or take it off the module; nothing is guessed."
+            "derived or a cache:\n"
+            + "\n".join(lines)
+            + "\nParameters belong in the naming; say what each other is with "
+            "Declared(state=..., carried=..., derived=..., caches=...), or take it off the module; nothing is guessed."
         )
 
 

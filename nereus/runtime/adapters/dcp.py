@@ -32,6 +32,7 @@ from nereus.runtime.adapters.regions import (
     Key,
     Rect,
     check_complete,
+    check_model_naming,
     claims,
     fragment_rects,
     intersection,
@@ -90,6 +91,7 @@ def bind(
 
     BindError names every key that is not understood, wrong shape, truncated file or missing element, with the numbers.
     """
+    check_model_naming(naming)
     folder = Path(path)
     metadata = _metadata(folder)
     reader = _Reader(folder, naming, weight_slot, tuple(model_prefixes), tuple(optimizer_prefixes))

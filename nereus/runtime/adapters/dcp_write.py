@@ -30,6 +30,7 @@ from nereus.runtime.adapters.regions import (
     Claim,
     Key,
     check_complete,
+    check_model_naming,
     claimed_view,
     claims,
     intersection,
@@ -79,6 +80,7 @@ def save(
     ``naming.parameters``, and a tied head under its own name too, as torch saves it. BindError on all ranks, with the
     older checkpoint in place, where elements are missing or a write fails.
     """
+    check_model_naming(naming)
     target, ranks = Path(path), Ranks(group)
     states = ranks.gather(binding.state)
     shapes = logical_shapes(naming.arch, naming.head)

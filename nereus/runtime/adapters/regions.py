@@ -37,6 +37,15 @@ def logical_shapes(arch: Arch, head: str = "lm") -> dict[str, tuple[int, int]]:
     return {t.name: matrix_shape(t.shape) for t in logical_tensors(arch, head)}
 
 
+def check_model_naming(naming: object) -> None:
+    """BindError for a naming of parameters and no model: what a checkpoint has to hold does not follow from it."""
+    if not hasattr(naming, "arch") or not hasattr(naming, "parameters"):
+        raise BindError(
+            f"a checkpoint is of a whole model, and {type(naming).__name__} does not say which tensors that has: pass "
+            "the naming of its family, HfNaming(arch=preset('llama-3.1-8b')) or HfNaming(arch=arch_from_config(...))"
+        )
+
+
 def area(rect: Rect) -> int:
     return (rect[1] - rect[0]) * (rect[3] - rect[2])
 

@@ -29,6 +29,7 @@ from nereus.runtime.adapters.regions import (
     Key,
     Rect,
     check_complete,
+    check_model_naming,
     claims,
     listed,
     logical_shapes,
@@ -61,6 +62,7 @@ def bind(
 
     BindError names every unknown name, wrong shape, truncated file or missing tensor, with the numbers.
     """
+    check_model_naming(naming)
     folder, files = _files(Path(path))
     headers = [read_header(file) for file in files]
     skipped = re.compile("|".join(f"(?:{pattern})" for pattern in (*DERIVED, *ignore)))

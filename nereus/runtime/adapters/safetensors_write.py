@@ -28,6 +28,7 @@ from nereus.runtime.adapters.regions import (
     Claim,
     Rect,
     check_complete,
+    check_model_naming,
     claimed_view,
     claims,
     logical_shapes,
@@ -71,6 +72,7 @@ def save(
     name; those of an older checkpoint under ``path`` that are no weights are carried over. BindError on all ranks, with
     nothing written, where elements are missing; where a write fails, with the older checkpoint in place.
     """
+    check_model_naming(naming)
     target, ranks = Path(path), Ranks(group)
     states = ranks.gather(binding.state)
     shapes = logical_shapes(naming.arch, naming.head)
