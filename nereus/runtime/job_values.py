@@ -21,7 +21,8 @@ _RANK_WORDS = frozenset(
 )
 #: The other meaning of the word: lora_rank.
 _LOW_RANK = frozenset(("lora", "galore", "low"))
-_LAYOUT_NAMES = re.compile(r"(?:dp|tp|pp|cp|ep|parallel)_size|num_micro_?batches")
+#: Whole words: the ``step_size`` of a schedule is none of them.
+_LAYOUT_NAMES = re.compile(r"(?:^|_)(?:dp|tp|pp|cp|ep|parallel)_size|num_micro_?batches")
 _NUMBERED_DEVICE = re.compile(r"(?:cuda|hip|xpu|npu):[0-9]+")
 #: Marks of values that JSON has no notation for.
 _FLOAT, _TUPLE, _MAP, _COUNTER = "$float", "$tuple", "$map", "$counter"

@@ -34,6 +34,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "lambda": lambda o: schedulers.LambdaLR(o, _warmup),
     "lambdas": lambda o: schedulers.LambdaLR(o, [_warmup, lambda step: 1 / (1 + step)]),
     "multistep": lambda o: schedulers.MultiStepLR(o, [3, 7, 7, 12]),
+    "step": lambda o: schedulers.StepLR(o, step_size=4, gamma=0.5),
     "cosine": lambda o: schedulers.CosineAnnealingLR(o, 30),
     "restarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 5),
     "exponential": lambda o: schedulers.ExponentialLR(o, 0.9),
