@@ -1,0 +1,1 @@
+"""An independent judge of compiled transitions: ``nereus.verify.api``."""

@@ -1,0 +1,88 @@
+"""Which copies of a model's state count at a boundary, with their slots and where each lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from nereus.ir.plan import Plan, Stage
+from nereus.ir.tensor import LogicalTensor
+from nereus.ir.units import DTYPE_BYTES
+from nereus.models.memory.state import copies
+from nereus.models.slots import slot_applies
+from nereus.models.tensors import logical_tensors
+from nereus.verify.parts import Parts
+from nereus.verify.segments import BoolArray, IntArray, ints
+from nereus.verify.world import World
+
+#: Kinds of half-precision weights that the optimizer step rounds from an fp32 master.
+_ROUNDED = ("bf16", "fp16")
+
+
+@dataclass(frozen=True, slots=True)
+class SlotKind:
+    """Bits move, values are never converted: a slot of another dtype is another slot."""
+
+    name: str
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateCopy:
+    """``in_host``: of each slot. ``device_of_rank``: numbers of the world."""
+
+    stage: str
+    owner: Stage
+    model: str
+    tensors: tuple[LogicalTensor, ...]
+    parts: Parts
+    slots: dict[SlotKind, bool]
+    present: dict[str, BoolArray]
+    device_of_rank: IntArray
+
+    def kind(self, name: str) -> SlotKind | None:
+        return next((kind for kind in self.slots if kind.name == name), None)
+
+    @property
+    def derives(self) -> bool:
+        """Whether its weights follow from its masters in the same memory."""
+        weight, master = self.kind("weight"), self.kind("master")
+        if weight is None or master is None or master.dtype != "fp32" or weight.dtype not in _ROUNDED:
+            return False
+        return self.slots[weight] == self.slots[master]
+
+
+def state_copies(plan: Plan, world: World) -> tuple[StateCopy, ...]:
+    """After a synchronous step every copy of a trained model outside the trainer's processes is a version behind: not
+    counted, nor are discarded ones."""
+    trained = {stage.model for stage in plan.stages if stage.kind == "train"}
+    found = []
+    for copy in copies(plan):
+        trainer = next((user for user in copy.users if user.kind == "train"), None)
+        behind = trainer is None and copy.model.name in trained and plan.workload.mode == "sync"
+        if behind or copy.idle == "discard":
+            continue
+        model = copy.model
+        tensors = logical_tensors(model.arch, model.head, model.lora)
+        to_host = copy.idle == "offload" or copy.swap
+        found.append(
+            StateCopy(
+                stage=(trainer or copy.stage).name,
+                owner=copy.owner,
+                model=model.name,
+                tensors=tensors,
+                parts=Parts(copy.stage, tensors, has_experts=model.arch.moe is not None),
+                slots={SlotKind(slot.name, slot.dtype): slot.host or to_host for slot in copy.slots},
+                present={
+                    slot.name: np.array([slot_applies(slot.name, t, copy.optimizer) for t in tensors], dtype=bool)
+                    for slot in copy.slots
+                },
+                device_of_rank=ints([world.number[device] for device in copy.owner.ranks]),
+            )
+        )
+    return tuple(found)

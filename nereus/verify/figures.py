@@ -1,0 +1,163 @@
+"""The certificate's figures against a recount from plans and schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nereus.verify.bounds import Bounds
+from nereus.verify.case import Case
+from nereus.verify.document import LifecycleOp
+from nereus.verify.finding import DamagedDocument, Violation
+from nereus.verify.links import busy_ports, link_classes
+from nereus.verify.memory import Use
+
+_CLASSES = ("local", "host", "intra-node", "inter-node")
+_CLOSE = 1e-6  # relative: sums of seconds in another order
+#: Stated by the certificate and not judged: operations of the compiler's own graph, priors, bounds over all placements.
+NOT_JUDGED = (
+    "num_ops",
+    "num_edges",
+    "drain_s",
+    "commit_s",
+    "best_bound_transfer_s",
+    "best_bound_peak_bytes_max",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    values: Mapping[str, Any]
+
+    def count(self, name: str) -> int:
+        value = self.values.get(name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise DamagedDocument(f"certificate.{name} is missing or of a wrong kind")
+        return value
+
+    def seconds(self, name: str) -> float:
+        value = self.values.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise DamagedDocument(f"certificate.{name} is missing or of a wrong kind")
+        return float(value)
+
+
+def check_bounds(case: Case, bounds: Bounds) -> str:
+    """What is called a lower bound is one: bytes as counted anew, seconds not above what these moves need anyway."""
+    said = _Figures(case.document.certificate)
+    most_in = int(bounds.node_in_bytes.max(initial=0))
+    for name, true in (("bound_moved_bytes", bounds.moved_bytes), ("bound_node_in_bytes_max", most_in)):
+        if said.count(name) != true:
+            raise Violation(f"{name} is {true:,} and the certificate says {said.count(name):,}")
+        if said.count(f"best_{name}") > true:
+            raise Violation(f"best_{name} is above the bound of this placement, {true:,}")
+    busy = busy_ports(case)
+    bound_s, most_s = said.seconds("bound_transfer_s"), max(busy.worst, busy.copies_s)
+    if bound_s > most_s * (1 + _CLOSE):
+        raise Violation(f"bound_transfer_s is {bound_s:.6g}, and no port is busy for more than {most_s:.6g} s")
+    if said.seconds("best_bound_transfer_s") > bound_s * (1 + _CLOSE):
+        raise Violation("best_bound_transfer_s is above bound_transfer_s")
+    if said.count("best_bound_peak_bytes_max") > said.count("bound_peak_bytes_max"):
+        raise Violation("best_bound_peak_bytes_max is above bound_peak_bytes_max")
+    return f"at least {bounds.moved_bytes:,} bytes move, {most_in:,} into one node, in {bound_s:.6g} s"
+
+
+def check_certificate(case: Case, bounds: Bounds, use: Use) -> str:
+    document, world = case.document, case.world
+    said = _Figures(document.certificate)
+    kind, size = link_classes(case), case.numel * case.element_bytes
+    by_class = {name: int(size[kind == i].sum()) for i, name in enumerate(_CLASSES)}
+    node_in = np.zeros(len(world.nodes), dtype=np.int64)
+    between = kind == 3
+    np.add.at(node_in, world.node_of_places(document.moves.dst)[between], size[between])
+    true = {
+        "moved_bytes": sum(by_class.values()) - by_class["local"],
+        "local_bytes": by_class["local"],
+        "node_in_bytes_max": int(node_in.max(initial=0)),
+        "kept_bytes": bounds.kept_bytes,
+        "derived_bytes": bounds.derived_bytes,
+        "num_waves": document.num_waves,
+    }
+    links = said.values.get("bytes_by_link")
+    if not isinstance(links, dict):
+        raise DamagedDocument("certificate.bytes_by_link is missing or of a wrong kind")
+    for name, value in true.items():
+        if said.count(name) != value:
+            raise Violation(f"{name} is {value:,} and the certificate says {said.count(name):,}")
+    for name in _CLASSES[1:]:
+        if links.get(name) != by_class[name]:
+            raise Violation(f"{by_class[name]:,} bytes are {name} and the certificate says {links.get(name)}")
+    if said.count("moved_bytes") < said.count("bound_moved_bytes"):
+        raise Violation("fewer bytes move than must")
+    _check_peak(case, use, said)
+    _check_seconds(case, said)
+    _check_promises(case, said)
+    return f"{len(true) + len(links) + 8} figures recounted; not judged: {', '.join(NOT_JUDGED)}"
+
+
+def _check_peak(case: Case, use: Use, said: _Figures) -> None:
+    world = case.world
+    peak = use.peak
+    names = {world.space_name(space): space for space in range(world.num_spaces)}
+    space = names.get(str(said.values.get("peak_device")))
+    if space is None:
+        raise Violation(f"peak_device {said.values.get('peak_device')} is none")
+    figure, true = said.count("peak_bytes_max"), int(peak[space])
+    # In host memory the certificate may count on less being agreed; on a GPU there is one process and no doubt.
+    if figure < true or (figure > true and space < world.num_devices):
+        raise Violation(f"{world.space_name(space)} holds up to {true:,} bytes and the certificate says {figure:,}")
+    if said.count("capacity_bytes") != int(use.capacity[space]):
+        raise Violation(f"capacity_bytes is {int(use.capacity[space]):,}, not {said.count('capacity_bytes'):,}")
+    living = np.concatenate((world.alive, np.isin(np.arange(len(world.nodes)), world.node_of[world.alive])))
+    room = np.where(living, use.capacity - peak, np.iinfo(np.int64).max)
+    if int(room.min()) < said.count("capacity_bytes") - figure:
+        fullest = int(room.argmin())
+        left = int(room[fullest])
+        raise Violation(f"{world.space_name(fullest)} has less room than the certificate's peak device: {left:,} bytes")
+    if said.count("bound_peak_bytes_max") > figure:
+        raise Violation("bound_peak_bytes_max is above peak_bytes_max")
+    phase = said.values.get("peak_phase")
+    if phase not in use.phases or (space < world.num_devices and int(use.phases[phase][space]) != true):
+        raise Violation(f"the peak is not {phase}")
+
+
+def _check_seconds(case: Case, said: _Figures) -> None:
+    life = case.document.lifecycle
+    transfer, busy = said.seconds("transfer_s"), busy_ports(case).worst
+    if transfer < busy * (1 - _CLOSE):
+        raise Violation(f"transfer_s is {transfer:.6g}, and a port is busy for {busy:.6g} s")
+    setup = max(_chain(life, "engine-start"), _chain(life, "spawn")) + _chain(life, "build-groups")
+    background = max(_chain(life, kind, background=True) for kind in ("engine-start", "spawn"))
+    downtime = sum(said.seconds(name) for name in ("drain_s", "setup_s", "transfer_s", "commit_s"))
+    for name, value in (("setup_s", setup), ("background_s", background), ("downtime_s", downtime)):
+        if abs(said.seconds(name) - value) > _CLOSE * max(1.0, value):
+            raise Violation(f"{name} is {value:.6g} and the certificate says {said.seconds(name):.6g}")
+
+
+def _chain(life: tuple[LifecycleOp, ...], kind: str, *, background: bool = False) -> float:
+    """Operations of a kind on one device follow each other; the longest such chain."""
+    busy: dict[int, float] = {}
+    for op in life:
+        if op.kind == kind and op.background == background:
+            for device in op.devices.tolist():
+                busy[device] = busy.get(device, 0.0) + op.seconds
+    return max(busy.values(), default=0.0)
+
+
+def _check_promises(case: Case, said: _Figures) -> None:
+    document = case.document
+    mode, first = said.values.get("mode"), min(document.release.values(), default=None)
+    nothing = not len(document.moves) and not document.lifecycle
+    if mode != document.mode and not (mode == "none" and nothing):
+        raise Violation(f"the certificate is about mode {mode} and the schedule is {document.mode}")
+    words = said.values.get("point_of_no_return")
+    true = None if first is None else f"the first release, at the end of wave {first}"
+    if words != true:
+        raise Violation(f"the point of no return is {true or 'the commit'} and the certificate says {words}")
+    checks = said.values.get("checks")
+    holding = isinstance(checks, list) and all(isinstance(c, dict) and c.get("holds") is True for c in checks)
+    if said.values.get("safe") is not True or not holding:
+        raise Violation("the certificate itself does not say that the transition is safe")

@@ -1,0 +1,125 @@
+"""What every memory space holds, at most, on any timing.
+
+Before the transfer processes start; while it runs the old state, the new storages that were acquired, processes and
+staging share a space; after the commit the new state remains. In tight mode each wave ends with an agreement of all
+processes: a process releases wave w's storages after it, then acquires wave w + 1's. So at any moment there is a w
+such that each process either has not yet released wave w, or has, and may have acquired wave w + 1: the fullest state
+is the sum of the fuller of the two over the processes of a space.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from nereus.verify.case import Case
+from nereus.verify.document import Key
+from nereus.verify.finding import Violation
+from nereus.verify.segments import IntArray, ints
+from nereus.verify.storages import Storages
+
+#: Phases of a transition, in order, as the certificate names them.
+BOUNDARY, START, TRANSFER, COMMIT = "at the boundary", "at engine start", "during the transfer", "after the commit"
+_STARTS = ("engine-start", "spawn", "build-groups")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """Most bytes per space (devices, then hosts of nodes) and phase; capacity; what the state itself takes."""
+
+    phases: dict[str, IntArray]
+    capacity: IntArray
+    #: Setup where processes of a device start in any order, one after the other.
+    setup: IntArray
+
+    @property
+    def peak(self) -> IntArray:
+        found: IntArray = np.maximum.reduce(list(self.phases.values()))
+        return found
+
+
+def memory_use(case: Case, storages: Storages) -> Use:
+    document, world = case.document, case.world
+    kept, old, new = storages.bytes_per_space()
+    promise = document.memory
+
+    def spaces(per_device: IntArray) -> IntArray:
+        return np.concatenate((per_device, np.zeros(len(world.nodes), dtype=np.int64)))
+
+    starting, asleep, lasting, extra = (np.zeros(world.num_devices, dtype=np.int64) for _ in range(4))
+    for op in document.lifecycle:
+        if op.kind == "engine-start":
+            np.maximum.at(starting, op.devices, asleep[op.devices] + op.running_bytes)
+            np.add.at(asleep, op.devices, op.after_bytes)
+        if op.kind in _STARTS:
+            np.maximum.at(extra, op.devices, op.running_bytes - op.after_bytes)
+        np.add.at(lasting, op.devices, op.after_bytes)
+    boundary = kept + old + spaces(promise.before)
+    transfer = boundary + spaces(lasting + promise.staging)
+    phases = {
+        BOUNDARY: boundary,
+        START: boundary + spaces(starting),
+        TRANSFER: transfer + (_most_acquired(case, storages) if document.mode == "tight" else new),
+        COMMIT: kept + new + spaces(promise.after),
+    }
+    capacity = np.concatenate((promise.capacity, ints([promise.hosts.get(node.name, 0) for node in world.nodes])))
+    return Use(phases=phases, capacity=capacity, setup=boundary + spaces(lasting + extra))
+
+
+def _most_acquired(case: Case, storages: Storages) -> IntArray:
+    """Tight mode: most that a space holds beyond its state at the boundary, on any timing."""
+    document, world = case.document, case.world
+    num_waves = max(document.num_waves, 1)
+    # One row per process and kind of memory; device spaces have one process.
+    change = [np.zeros((2 * world.num_devices, num_waves + 1), dtype=np.int64) for _ in range(2)]
+    sizes = (storages.coming_keys, storages.going_keys)
+    for waves, known, table in zip((document.acquire, document.release), sizes, change, strict=True):
+        for key, wave in waves.items():
+            space, num_bytes = _size(known, key)
+            table[key[0] + (world.num_devices if space >= world.num_devices else 0), wave] += num_bytes
+    acquired, released = np.cumsum(change[0], axis=1), np.cumsum(change[1], axis=1)
+    # State w of a process: wave w acquired, nothing of wave w released.
+    state = acquired.copy()
+    state[:, 1:] -= released[:, :-1]
+    most = np.zeros(world.num_spaces, dtype=np.int64)
+    most[: world.num_devices] = state[: world.num_devices].max(axis=1)
+    either = np.maximum(state[:, :-1], state[:, 1:])[world.num_devices :]
+    hosts = np.zeros((len(world.nodes), either.shape[1]), dtype=np.int64)
+    np.add.at(hosts, world.node_of, either)
+    most[world.num_devices :] = hosts.max(axis=1)
+    return most
+
+
+def _size(known: dict[Key, tuple[int, int]], key: Key) -> tuple[int, int]:
+    if key not in known:
+        raise Violation(f"a storage of {key[1]} {key[2]} is scheduled that is not there")
+    return known[key]
+
+
+def check_memory(case: Case, use: Use) -> str:
+    """Every space in every phase, and capacities that are those of the new plan's machines."""
+    world = case.world
+    for device in np.flatnonzero(world.alive).tolist():
+        node = world.nodes[int(world.node_of[device])]
+        if int(use.capacity[device]) > node.gpu.capacity_bytes:
+            raise Violation(
+                f"{world.devices[device]} has {node.gpu.capacity_bytes:,} bytes and the document counts on "
+                f"{int(use.capacity[device]):,}"
+            )
+    for number in np.unique(world.node_of[world.alive]).tolist():
+        node = world.nodes[number]
+        said = int(use.capacity[world.num_devices + number])
+        if said > node.host_mem_bytes:
+            raise Violation(f"{node.name}.host has {node.host_mem_bytes:,} bytes and the document counts on {said:,}")
+    living = np.concatenate((world.alive, np.isin(np.arange(len(world.nodes)), world.node_of[world.alive])))
+    for name, held in (*use.phases.items(), ("while processes start", use.setup)):
+        over = np.flatnonzero((held > use.capacity) & living)
+        if len(over):
+            space = int(over[np.argmax((held - use.capacity)[over])])
+            raise Violation(
+                f"{world.space_name(space)} may hold {int(held[space]):,} of {int(use.capacity[space]):,} bytes {name}"
+            )
+    room = int((use.capacity - use.peak)[living].min())
+    how = "acquired and released wave by wave" if case.document.mode == "tight" else "everything acquired at once"
+    return f"{int(living.sum()):,} memory spaces in {len(use.phases)} phases, {how}; at least {room:,} bytes stay free"
