@@ -52,6 +52,8 @@ class ExecutionReport:
     peaks: tuple[tuple[Device, int, int, int], ...]
     num_messages: int
     phases_s: tuple[tuple[str, float], ...]
+    #: (slot, tensors) of live moves: held before, wanted by nobody, and said to be dropped.
+    dropped: tuple[tuple[str, int], ...] = ()
 
     @property
     def received_bytes(self) -> int:

@@ -2,7 +2,8 @@
 
 Every process of a group says what it holds (or nothing) and what it wants (or nothing). One process compiles the
 exchange, each executes its part on the frameworks' own memory. What is read is never written: until the exchange has
-been verified everywhere the old objects are whole, and after a failure they still are.
+been verified everywhere the old objects are whole, and after a failure they still are. Whatever goes wrong in one
+process before that is told to all, so that none waits for one that has given up.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import itertools
 import pickle
 import socket
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -19,57 +20,50 @@ from typing import Any
 import torch
 import torch.distributed
 
-from nereus.ir.cluster import Cluster, Device, GpuType, Node
-from nereus.ir.described import DescribedLayout, DescriptionError, describe_layout, primary_fragments
-from nereus.ir.fragment import RankState
-from nereus.ir.holdings import Holdings, StateSet, Topology, join_clusters
-from nereus.ir.layout import BoundLayout
-from nereus.ir.plan import Slot
+from nereus.ir.cluster import Device
+from nereus.ir.described import primary_fragments
 from nereus.ir.program import Program, StorageSpec
 from nereus.ir.tensor import LogicalTensor
-from nereus.models.hardware import gpu_type
-from nereus.passes.emit import emit_program
-from nereus.passes.exchange import ExchangeError, compile_exchange
 from nereus.runtime.account import ExecutionReport
 from nereus.runtime.adapters.base import BindError, Binding
 from nereus.runtime.executor import ExecutorOptions, execute
 from nereus.runtime.faults import first_line
 from nereus.runtime.footprint import check_memory, row_starts, zero_padding
+from nereus.runtime.live_compile import ALL, DEFAULT_GPU, MoveError, Offer, Part, answers, by_dtype
 from nereus.runtime.relocate import Home, homes, relocate
+from nereus.runtime.replicas import Sums, check_repeats, difference, sums
 from nereus.runtime.state import DeviceState
 from nereus.runtime.transports.gloo import Gloo
 from nereus.runtime.transports.inprocess import InProcess
 
+__all__ = ["ALL", "MoveError", "move", "move_here"]
+
 dist: Any = torch.distributed
 
-#: Rates decide who sends what, by their ratios alone; this data sheet stands for any machine with fast links inside
-#: nodes until the plan's own cluster is given.
-DEFAULT_GPU = "h100-sxm-80gb"
+#: What a process holds or wants, or how to bind it.
+Side = Binding | Callable[[], Binding | None] | None
 
 #: How many moves a group has made: all its processes count alike.
 _counts: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-class MoveError(RuntimeError):
-    """The move cannot be made, or its descriptions do not fit; nothing was written."""
-
-
 @dataclass(frozen=True, slots=True)
-class _Offer:
-    """What one process brings: its machine, what it holds and what it wants."""
+class _Bound:
+    """A part on its process's memory. ``sums``: of what is shared."""
 
-    host: str
-    old: RankState | None
-    new: RankState | None
-    fault: str = ""  # why its memory cannot take part
+    program: Program
+    state: DeviceState
+    sums: Sums
 
 
 def move(
-    old: Binding | None,
-    new: Binding | None,
+    old: Side,
+    new: Side,
     tensors: Sequence[LogicalTensor],
     group: Any = None,
     *,
+    drop: Sequence[str] = (),
+    check_replicas: bool = True,
     model: str = "model",
     deadline_s: float = 60.0,
     gpu: str = DEFAULT_GPU,
@@ -77,9 +71,13 @@ def move(
     """Fill ``new`` of all processes of ``group`` (None: the default group) from ``old`` of all of them, bit for bit.
 
     Called by every process of the group. ``tensors``: the model's logical tensors. Elements of new storages that are
-    no state (padding) become zero. Raises BindError (where a process's own memory is at fault) or MoveError before
-    anything is written, ExecutionFailed where an execution fails: then ``old`` is untouched, and ``new`` is not to be
-    used.
+    no state (padding) become zero. ``old`` and ``new`` may be functions that bind, so that a failure to bind reaches
+    every process at once. ``drop``: slots that nobody has to want (``ALL``: any); it counts for all processes if one
+    of them says it. ``check_replicas``: compare the copies of what is wanted before anything is written; off if one
+    process says so.
+
+    Raises MoveError, the same in every process, before anything is written; ExecutionFailed where an execution fails:
+    then ``old`` is untouched, and ``new`` is not to be used.
     """
     # Everything through the group's own store and ranks: a process may stand in worlds of several jobs, where torch's
     # object collectives would take its rank in its own job's world for its rank here.
@@ -88,39 +86,75 @@ def move(
     store = dist.distributed_c10d._get_process_group_store(group)
     name = f"nereus/move/{next(_counts.setdefault(group, itertools.count()))}"
     said = _Exchange(dist.PrefixStore(name, store), rank, size, deadline_s)
-    fault = ""
-    try:
-        check_memory([old] if old else [], [new] if new else [])
-    except BindError as error:
-        fault = str(error)
-    offer = _Offer(socket.gethostname(), old.state if old else None, new.state if new else None, fault)
-    offers = said.gather("offer", offer)
-    if fault:
-        raise BindError(fault)
-    faults = [f"process {number}: {o.fault}" for number, o in enumerate(offers) if o.fault]
-    if faults:  # known everywhere, so that nobody waits for a process that has given up
-        raise MoveError("; ".join(faults))
-    answers: list[Any] | None = None
     broken: Exception | None = None
+    before: Binding | None = None
+    after: Binding | None = None
+    offer = Offer(socket.gethostname(), None, None)
+    try:
+        before, after = _binding(old), _binding(new)
+        _check([before] if before else [], [after] if after else [])
+        held, wanted = before.state if before else None, after.state if after else None
+        offer = Offer(offer.host, held, wanted, tuple(drop), check_replicas)
+    except Exception as error:
+        broken, offer = error, replace(offer, fault=_text(error))
+    offers = said.gather("offer", offer)
+    _raise_faults([o.fault for o in offers], broken)
+    parts: Sequence[Part | str] | None = None
     if rank == 0:
         try:
-            answers = _answers(offers, tuple(tensors), model, gpu)
+            parts = answers(offers, tuple(tensors), model, gpu)
         except Exception as error:  # a fault here must not leave the others waiting
-            broken, answers = error, [f"the exchange could not be compiled: {error!r}"] * size
-    answer = said.scatter("answer", answers)
+            broken, parts = error, [f"the exchange could not be compiled: {error!r}"] * size
+    answer = said.scatter("answer", parts)
     if isinstance(answer, str):
         raise MoveError(answer) from broken
-    program, devices = answer
+    part: Part = answer
+    memory: dict[tuple[Device, int], torch.Tensor] = {}
+    ready: tuple[str, Sums] = "", {}
+    try:
+        bound = _bound(part, before, after, memory)
+        ready = "", bound.sums
+    except Exception as error:
+        broken, ready = error, (_text(error), {})
+    said_ready = said.gather("ready", ready)
+    _raise_faults([fault for fault, _ in said_ready], broken)
+    if found := difference([own for _, own in said_ready]):
+        raise MoveError(found)
     transport = Gloo(
         store=store,
         name=name,
         process=rank,
         num_processes=size,
-        process_of={device: at for at, device in enumerate(devices)},
+        process_of={device: at for at, device in enumerate(part.devices)},
         deadline_s=deadline_s,
         address=_address(offers),
     )
-    return _run(program, old, new, transport, deadline_s)
+    device = bound.program.device
+    report = _execute({device: bound.program}, {device: bound.state}, memory, transport, deadline_s)
+    _after([after] if after else [])
+    return replace(report, dropped=part.dropped)
+
+
+def _binding(side: Side) -> Binding | None:
+    return side() if callable(side) else side
+
+
+def _check(old: Sequence[Binding], new: Sequence[Binding]) -> None:
+    check_memory(old, new)
+    for binding in old:
+        check_repeats(binding)
+
+
+def _text(error: Exception) -> str:
+    """A framework's own errors say what they are by their type alone."""
+    return str(error) if isinstance(error, BindError | MoveError) else repr(error)
+
+
+def _raise_faults(faults: Sequence[str], own: Exception | None) -> None:
+    """The same MoveError in every process."""
+    said = [f"process {number}: {fault}" for number, fault in enumerate(faults) if fault]
+    if said:
+        raise MoveError("; ".join(said)) from own
 
 
 class _Exchange:
@@ -158,116 +192,36 @@ def move_here(
     new: Sequence[Binding | None],
     tensors: Sequence[LogicalTensor],
     *,
+    drop: Sequence[str] = (),
+    check_replicas: bool = True,
     model: str = "model",
     gpu: str = DEFAULT_GPU,
 ) -> ExecutionReport:
-    """The same with all participants in this process: ``old[p]`` and ``new[p]`` are those of participant p."""
-    check_memory([a for a in old if a], [b for b in new if b])
-    offers = [_Offer("here", a.state if a else None, b.state if b else None) for a, b in zip(old, new, strict=True)]
-    answers = _answers(offers, tuple(tensors), model, gpu)
-    if isinstance(answers[0], str):
-        raise MoveError(answers[0])
+    """The same with all participants in this process: ``old[p]`` and ``new[p]`` are those of participant p. Raises
+    BindError too, of any participant."""
+    _check([a for a in old if a], [b for b in new if b])
+    offers = [
+        Offer("here", a.state if a else None, b.state if b else None, tuple(drop), check_replicas)
+        for a, b in zip(old, new, strict=True)
+    ]
+    parts = answers(offers, tuple(tensors), model, gpu)
+    first = parts[0]
+    if isinstance(first, str):
+        raise MoveError(first)
     programs: dict[Device, Program] = {}
     states: dict[Device, DeviceState] = {}
     memory: dict[tuple[Device, int], torch.Tensor] = {}
-    for (program, _), a, b in zip(answers, old, new, strict=True):
-        programs[program.device], states[program.device] = _bound(program, a, b, memory)
+    bound = [_bound(part, a, b, memory) for part, a, b in zip(parts, old, new, strict=True) if isinstance(part, Part)]
+    if found := difference([each.sums for each in bound]):
+        raise MoveError(found)
+    for each in bound:
+        programs[each.program.device], states[each.program.device] = each.program, each.state
     report = _execute(programs, states, memory, InProcess(), 60.0)
     _after([b for b in new if b])
-    return report
-
-
-# -- compiling, in one process ----------------------------------------------------------------------------------------
-
-
-def _answers(offers: Sequence[_Offer], tensors: tuple[LogicalTensor, ...], model: str, gpu: str) -> list[Any]:
-    """For every process its program and all devices, or a text for all of them."""
-    try:
-        return _compile(offers, tensors, model, gpu)
-    except (DescriptionError, ExchangeError) as error:
-        return [str(error)] * len(offers)
-
-
-def _compile(offers: Sequence[_Offer], tensors: tuple[LogicalTensor, ...], model: str, gpu: str) -> list[Any]:
-    devices = _devices(offers)
-    topology = _topology(devices, gpu_type(gpu))
-    sides: list[tuple[StateSet, ...]] = []
-    for side in ("old", "new"):
-        members = [(d, s) for d, s in zip(devices, (getattr(o, side) for o in offers), strict=True) if s is not None]
-        sides.append((_state_set(side, members, tensors, model),) if members else ())
-    old, new = (Holdings(sets=sets) for sets in sides)
-    if not new.sets:
-        raise DescriptionError("no process wants anything")
-    if not old.sets:
-        raise DescriptionError("no process holds anything")
-    exchange = compile_exchange(old, new, topology, origin=repr([(o.old, o.new) for o in offers]).encode())
-    index = topology.index()
-    return [(emit_program(exchange, index[device]), devices) for device in devices]
-
-
-def _devices(offers: Sequence[_Offer]) -> tuple[Device, ...]:
-    names = {host: f"n{number}" for number, host in enumerate(dict.fromkeys(o.host for o in offers))}
-    counts: dict[str, int] = {}
-    found = []
-    for offer in offers:
-        node = names[offer.host]
-        found.append(Device(node, counts.get(node, 0)))
-        counts[node] = counts.get(node, 0) + 1
-    return tuple(found)
-
-
-def _topology(devices: Sequence[Device], gpu: GpuType) -> Topology:
-    counts: dict[str, int] = {}
-    for device in devices:
-        counts[device.node] = counts.get(device.node, 0) + 1
-    nodes = tuple(
-        Node(
-            name=name,
-            gpu=gpu,
-            num_gpus=count,
-            host_mem_bytes=1 << 40,
-            nic_bytes_per_s=gpu.default_nic_bytes_per_s * count,
-        )
-        for name, count in counts.items()
-    )
-    return join_clusters(Cluster(nodes=nodes), Cluster(nodes=nodes))
-
-
-def _state_set(
-    side: str, members: Sequence[tuple[Device, RankState]], tensors: tuple[LogicalTensor, ...], model: str
-) -> StateSet:
-    states = [_by_dtype(state) for _, state in members]
-    layout: DescribedLayout = describe_layout(tensors, states, name=side)
-    slots = dict.fromkeys(slot for state in states for slot in state.slots())
-    return StateSet(
-        stage=f"{model}@{side}",
-        owner=side,  # another owner on either side: nothing is in place already
-        model=model,
-        tensors=tensors,
-        bound=BoundLayout(layout=layout, ranks=tuple(device for device, _ in members)),
-        slots=tuple(Slot(name=slot, dtype=slot.rpartition(":")[2]) for slot in slots),
-    )
-
-
-def _by_dtype(state: RankState) -> RankState:
-    """Slots named with their dtype: a framework may keep a few tensors of a slot (norms, routers) in another one."""
-    return replace(
-        state,
-        fragments=tuple(replace(f, slot=f"{f.slot}:{state.storages[f.storage].dtype}") for f in state.fragments),
-    )
+    return replace(report, dropped=first.dropped)
 
 
 # -- executing, in every process --------------------------------------------------------------------------------------
-
-
-def _run(
-    program: Program, old: Binding | None, new: Binding | None, transport: Any, deadline_s: float
-) -> ExecutionReport:
-    memory: dict[tuple[Device, int], torch.Tensor] = {}
-    bound, state = _bound(program, old, new, memory)
-    report = _execute({program.device: bound}, {program.device: state}, memory, transport, deadline_s)
-    _after([new] if new else [])
-    return report
 
 
 def _execute(
@@ -288,13 +242,14 @@ def _execute(
 
 
 def _bound(
-    program: Program, old: Binding | None, new: Binding | None, memory: dict[tuple[Device, int], torch.Tensor]
-) -> tuple[Program, DeviceState]:
-    """The program on this participant's memory, and the state that it starts from."""
+    part: Part, old: Binding | None, new: Binding | None, memory: dict[tuple[Device, int], torch.Tensor]
+) -> _Bound:
+    """The part on this participant's memory, and the state that it starts from."""
+    program = part.program
     found: dict[str, tuple[Binding, dict[tuple[str, str], Home]]] = {}
     for role, binding in (("old", old), ("new", new)):
         if binding is not None:
-            state = _by_dtype(binding.state)
+            state = by_dtype(binding.state)
             numel = [s.numel for s in state.storages]
             found[role] = (binding, homes(primary_fragments(state)[0], numel))
     home_of = {s.id: found[s.role][1][s.tensor, s.slot] for s in program.storages}
@@ -305,7 +260,8 @@ def _bound(
         memory[program.device, spec.id] = data
         if spec.role == "old":
             state_of.put(spec, data)
-    return bound, state_of
+    here = {spec.id: memory[program.device, spec.id] for spec in program.storages}
+    return _Bound(bound, state_of, sums(program, part.shared, home_of, here))
 
 
 def _after(new: Sequence[Binding]) -> None:
@@ -318,7 +274,7 @@ def _after(new: Sequence[Binding]) -> None:
     zero_padding(new)
 
 
-def _address(offers: Sequence[_Offer]) -> str:
+def _address(offers: Sequence[Offer]) -> str:
     """One machine: the loopback; several: this one's address among them."""
     if len({o.host for o in offers}) == 1:
         return "127.0.0.1"

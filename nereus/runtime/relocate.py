@@ -64,7 +64,7 @@ def relocate(program: Program, home_of: dict[int, Home]) -> Program:
     specs = tuple(_spec(spec, home_of[spec.id]) for spec in program.storages)
 
     def moved(blocks: Blocks) -> Blocks:
-        return _blocks(blocks, home_of, program.storages)
+        return relocated(blocks, home_of, program.storages)
 
     waves = tuple(
         Wave(
@@ -84,7 +84,8 @@ def _spec(spec: StorageSpec, home: Home) -> StorageSpec:
     return replace(spec, extent=home.numel)
 
 
-def _blocks(blocks: Blocks, home_of: dict[int, Home], specs: Sequence[StorageSpec]) -> Blocks:
+def relocated(blocks: Blocks, home_of: dict[int, Home], specs: Sequence[StorageSpec]) -> Blocks:
+    """``blocks`` where the framework has them. ``specs``: by storage number, as compiled."""
     if not len(blocks):
         return blocks
     table = blocks.table.copy()

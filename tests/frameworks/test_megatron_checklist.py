@@ -33,7 +33,7 @@ from nereus.models.tensors import logical_tensors
 from nereus.runtime.adapters.base import BindError
 from nereus.runtime.adapters.megatron import MegatronAdapter
 from nereus.runtime.adapters.whole import gather
-from nereus.runtime.live import move
+from nereus.runtime.live import MoveError, move
 from nereus.runtime.rng_streams import RngPlace, rederive, verify
 
 SMALL = replace(DENSE, num_layers=2)
@@ -302,7 +302,11 @@ def _variants(rank: int, world: int) -> list[str]:
     weights = bare.adapter()
     held = weights.bind()
     assert set(held.state.slots()) == {"weight"}
-    move(source.adapter().bind(), held, logical_tensors(SMALL))
+    everything = source.adapter().bind()
+    with pytest.raises(MoveError, match=r"wanted by none of the new: exp_avg of .* drop="):
+        move(everything, held, logical_tensors(SMALL))
+    report = move(everything, held, logical_tensors(SMALL), drop=("master", "exp_avg", "exp_avg_sq"))
+    assert [slot for slot, _ in report.dropped] == ["exp_avg", "exp_avg_sq", "master"]
     for key, values in whole_of(held, SMALL).items():
         assert torch.equal(values, before[key]), key
     notes.append("bare")

@@ -54,11 +54,13 @@ class NereusWorker:
     def nereus_receive(self, version: int, deadline_s: float = 60.0) -> dict[str, int]:
         """Fill this worker from what the group's other members hold (they call ``move``); CRC-32 by parameter, of the
         loader's layout. On failure the engine must not serve: move again, or reload."""
-        from nereus.runtime.live import move
+        from nereus.runtime.live import ALL, move
 
         adapter = self._nereus_adapter(stage=True)
         binding = adapter.bind()
-        move(None, binding, logical_tensors(adapter.naming.arch), self._nereus_joined(), deadline_s=deadline_s)
+        tensors = logical_tensors(adapter.naming.arch)
+        # An engine has no optimizer: whatever the senders hold beside weights stays with them.
+        move(None, binding, tensors, self._nereus_joined(), drop=(ALL,), deadline_s=deadline_s)
         return self._nereus_commit(adapter, binding, version)
 
     def nereus_send(self, deadline_s: float = 60.0) -> None:

@@ -1,0 +1,157 @@
+"""Compiling a live move, in one process for all: what each brings becomes its part of the exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from nereus.ir.cluster import Cluster, Device, GpuType, Node
+from nereus.ir.described import DescribedLayout, DescriptionError, describe_layout
+from nereus.ir.fragment import RankState
+from nereus.ir.holdings import Holdings, StateSet, Topology, join_clusters
+from nereus.ir.layout import BoundLayout
+from nereus.ir.plan import Slot
+from nereus.ir.program import Program
+from nereus.ir.tensor import LogicalTensor
+from nereus.models.hardware import gpu_type
+from nereus.passes.emit import emit_program
+from nereus.passes.exchange import ExchangeError, compile_exchange
+from nereus.passes.replicas import Region, replicated_regions
+
+#: Rates decide who sends what, by their ratios alone; this data sheet stands for any machine with fast links inside
+#: nodes until the plan's own cluster is given.
+DEFAULT_GPU = "h100-sxm-80gb"
+
+#: For ``drop``: whatever nobody wants.
+ALL = "*"
+
+
+class MoveError(RuntimeError):
+    """The move cannot be made, or its descriptions do not fit; nothing was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What one process brings: its machine, what it holds and what it wants, and what it says of the move."""
+
+    host: str
+    old: RankState | None
+    new: RankState | None
+    drop: tuple[str, ...] = ()
+    check_replicas: bool = True
+    fault: str = ""  # why it cannot take part
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One process's part of a compiled move. ``shared``: what it has in common with others, to be compared."""
+
+    program: Program
+    devices: tuple[Device, ...]
+    shared: tuple[Region, ...]
+    dropped: tuple[tuple[str, int], ...]
+
+
+def answers(offers: Sequence[Offer], tensors: tuple[LogicalTensor, ...], model: str, gpu: str) -> list[Part | str]:
+    """For every process its part, or a text for all of them."""
+    try:
+        return list(_compile(offers, tensors, model, gpu))
+    except (DescriptionError, ExchangeError, MoveError) as error:
+        return [str(error)] * len(offers)
+
+
+def _compile(offers: Sequence[Offer], tensors: tuple[LogicalTensor, ...], model: str, gpu: str) -> Iterable[Part]:
+    devices = _devices(offers)
+    topology = _topology(devices, gpu_type(gpu))
+    sides: list[tuple[StateSet, ...]] = []
+    for side in ("old", "new"):
+        members = [(d, s) for d, s in zip(devices, (getattr(o, side) for o in offers), strict=True) if s is not None]
+        sides.append((_state_set(side, members, tensors, model),) if members else ())
+    old, new = (Holdings(sets=sets) for sets in sides)
+    if not new.sets:
+        raise DescriptionError("no process wants anything")
+    if not old.sets:
+        raise DescriptionError("no process holds anything")
+    exchange = compile_exchange(old, new, topology, origin=repr([(o.old, o.new) for o in offers]).encode())
+    dropped = _dropped(offers)
+    check = all(o.check_replicas for o in offers)
+    index = topology.index()
+    for device in devices:
+        number = index[device]
+        shared = replicated_regions(exchange, number) if check else ()
+        yield Part(emit_program(exchange, number), devices, shared, dropped)
+
+
+def _dropped(offers: Sequence[Offer]) -> tuple[tuple[str, int], ...]:
+    """(slot, how many tensors have it and nobody wants it there). MoveError for those that nobody said to drop."""
+    held, wanted = (
+        {(f.slot, f.tensor) for o in offers if (state := getattr(o, side)) is not None for f in state.fragments}
+        for side in ("old", "new")
+    )
+    said = {slot for o in offers for slot in o.drop}
+    missing: dict[str, list[str]] = {}
+    for slot, tensor in sorted(held - wanted):
+        if slot != "weight" or ("master", tensor) not in wanted:  # the new objects make that weight from its master
+            missing.setdefault(slot, []).append(tensor)
+    silent = {slot: names for slot, names in missing.items() if slot not in said and ALL not in said}
+    if silent:
+        texts = [
+            f"{slot} of {names[0]}" + f" and {len(names) - 1} more" * (len(names) > 1) for slot, names in silent.items()
+        ]
+        raise MoveError(
+            f"held by the old objects and wanted by none of the new: {'; '.join(texts)}. A new optimizer has its slots "
+            f"after prepare(); to leave them behind pass drop={tuple(silent)}"
+        )
+    return tuple((slot, len(names)) for slot, names in missing.items())
+
+
+def _devices(offers: Sequence[Offer]) -> tuple[Device, ...]:
+    names = {host: f"n{number}" for number, host in enumerate(dict.fromkeys(o.host for o in offers))}
+    counts: dict[str, int] = {}
+    found = []
+    for offer in offers:
+        node = names[offer.host]
+        found.append(Device(node, counts.get(node, 0)))
+        counts[node] = counts.get(node, 0) + 1
+    return tuple(found)
+
+
+def _topology(devices: Sequence[Device], gpu: GpuType) -> Topology:
+    counts: dict[str, int] = {}
+    for device in devices:
+        counts[device.node] = counts.get(device.node, 0) + 1
+    nodes = tuple(
+        Node(
+            name=name,
+            gpu=gpu,
+            num_gpus=count,
+            host_mem_bytes=1 << 40,
+            nic_bytes_per_s=gpu.default_nic_bytes_per_s * count,
+        )
+        for name, count in counts.items()
+    )
+    return join_clusters(Cluster(nodes=nodes), Cluster(nodes=nodes))
+
+
+def _state_set(
+    side: str, members: Sequence[tuple[Device, RankState]], tensors: tuple[LogicalTensor, ...], model: str
+) -> StateSet:
+    states = [by_dtype(state) for _, state in members]
+    layout: DescribedLayout = describe_layout(tensors, states, name=side)
+    slots = dict.fromkeys(slot for state in states for slot in state.slots())
+    return StateSet(
+        stage=f"{model}@{side}",
+        owner=side,  # another owner on either side: nothing is in place already
+        model=model,
+        tensors=tensors,
+        bound=BoundLayout(layout=layout, ranks=tuple(device for device, _ in members)),
+        slots=tuple(Slot(name=slot, dtype=slot.rpartition(":")[2]) for slot in slots),
+    )
+
+
+def by_dtype(state: RankState) -> RankState:
+    """Slots named with their dtype: a framework may keep a few tensors of a slot (norms, routers) in another one."""
+    return replace(
+        state,
+        fragments=tuple(replace(f, slot=f"{f.slot}:{state.storages[f.storage].dtype}") for f in state.fragments),
+    )
