@@ -80,8 +80,6 @@ class LogicalTensor:
     expert: int | None = None
     #: False: it has a weight only, no optimizer state (buffers, the frozen base under an adapter).
     trainable: bool = True
-    #: Tensors with one name here must travel together where a receiver takes them at once (a layer's experts).
-    bundle: str | None = None
 
     @property
     def numel(self) -> int:

@@ -48,8 +48,7 @@ def _factors(base: LogicalTensor, rank: int) -> tuple[LogicalTensor, LogicalTens
     module = base.name.removesuffix(".weight")
     rows, cols = base.shape
     cut = base.cut
-    # Adapters are delivered without their base, so they make a bundle of their own.
-    common = replace(base, cut=None, bundle=None if base.bundle is None else f"{base.bundle}.lora", trainable=True)
+    common = replace(base, cut=None, trainable=True)
     return (
         replace(common, name=f"{module}.{A}.weight", shape=(rank, cols), cut=cut if cut and cut.dim == 1 else None),
         replace(common, name=f"{module}.{B}.weight", shape=(rows, rank), cut=cut if cut and cut.dim == 0 else None),

@@ -142,7 +142,6 @@ def _mlp(
     *,
     expert: int | None = None,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-    bundle: str | None = None,
 ) -> Iterator[LogicalTensor]:
     gate, up, down = names
     for name in (gate, up):
@@ -152,7 +151,6 @@ def _mlp(
             cut=Cut(dim=0, groups=ffn),
             layer=layer,
             expert=expert,
-            bundle=bundle,
         )
     yield LogicalTensor(
         name=f"{prefix}.{down}.weight",
@@ -160,7 +158,6 @@ def _mlp(
         cut=Cut(dim=1, groups=ffn),
         layer=layer,
         expert=expert,
-        bundle=bundle,
     )
 
 
@@ -182,7 +179,6 @@ def _experts(arch: Arch, moe: Moe, prefix: str, layer: int) -> Iterator[LogicalT
             layer,
             expert=expert,
             names=names,
-            bundle=f"{block}.experts",
         )
     if moe.num_shared_experts:
         yield from _mlp(arch.hidden, moe.shared_expert_ffn, f"{block}.shared_experts", layer)

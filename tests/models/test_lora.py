@@ -94,14 +94,6 @@ def test_cut_factors_multiply_to_the_cut_of_the_product(arch: Arch, data: st.Dat
     assert adapted or not linear_kinds(logical_tensors(arch))
 
 
-def test_experts_of_a_layer_are_one_bundle_and_their_adapters_another() -> None:
-    arch = preset("qwen3-30b-a3b")
-    bundles = {t.bundle for t in logical_tensors(arch, "lm", LORA) if t.layer == 5}
-    assert bundles == {None, "model.layers.5.mlp.experts", "model.layers.5.mlp.experts.lora"}
-    for t in logical_tensors(arch, "lm", LORA):
-        assert (t.bundle is not None) == (t.expert is not None)
-
-
 # -- memory
 
 
