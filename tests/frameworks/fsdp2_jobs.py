@@ -13,7 +13,7 @@ from frameworks.hf_models import config
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from nereus.ir.tensor import matrix_shape
@@ -44,6 +44,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "dense": (
+        "llama",
+        {"vocab_size": 90, "hidden_size": 24, "intermediate_size": 42, "num_key_value_heads": 2, "head_dim": 6},
+    ),
     "experts": ("qwen3_moe", {"vocab_size": 90, "hidden_size": 24, "head_dim": 6, "moe_intermediate_size": 12}),
 }
 
@@ -54,12 +58,14 @@ Moments = dict[tuple[str, str], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """``kind``: fsdp (``ranks`` / tp ranks each), hsdp (2 copies), ddp or alone."""
+    """``kind``: fsdp (``ranks`` / tp ranks each), hsdp (2 copies), ddp or alone. ``ends``: tp cuts embedding and head
+    too."""
 
     kind: str
     ranks: tuple[int, ...]
     tp: int = 1
     bf16: bool = False
+    ends: bool = False
 
 
 @dataclass(slots=True)
@@ -120,6 +126,12 @@ def build(
     if layout.tp > 1:
         for layer in built.model.layers:  # type: ignore[union-attr]
             parallelize_module(layer, mesh["tp"], _tensor_parallel())
+    if layout.ends:
+        ends = {
+            "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+            "lm_head": ColwiseParallel(output_layouts=Replicate()),
+        }
+        parallelize_module(built, mesh["tp"], ends)
     if layout.kind in ("fsdp", "hsdp"):
         over = mesh if layout.kind == "hsdp" else mesh["dp"]
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if layout.bf16 else MixedPrecisionPolicy()
@@ -212,7 +224,6 @@ def distribute_like(value: torch.Tensor, parameter: DTensor) -> DTensor:
     """The twin's weight went through fully_shard; its moments are cut by the same parameter's own cutting."""
     stand_in = nn.Module()
     stand_in.register_parameter("p", nn.Parameter(value.clone()))
-    from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.placement_types import _StridedShard
 
     mesh, placements = parameter.device_mesh, parameter.placements

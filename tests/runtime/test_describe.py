@@ -138,3 +138,66 @@ def test_contradictions_are_named() -> None:
     swapped = [replace(facts[0], state=facts[1].state), replace(facts[1], state=facts[0].state), *facts[2:]]
     with pytest.raises(DescribeError, match=r"weight of .* tensors lies otherwise than the plan's rule says"):
         plan_of([(live, swapped)], hosts, gpu="h100-sxm-80gb")
+
+
+def test_degrees_that_the_tensors_deny_are_refused() -> None:
+    job, live = job_of(ARCH, zero=1, tp=2)
+    facts, hosts = facts_of(job, job.stages[0]), {"n0": 4, "n1": 4}
+    with pytest.raises(DescribeError, match=r"hold master of .* 1 times, and zero 0 over dp 4 means 4 times"):
+        plan_of([(replace(live, zero=0), facts)], hosts, gpu="h100-sxm-80gb")
+    job, live = job_of(ARCH, tp=2)
+    with pytest.raises(DescribeError, match=r"hold master of .* 4 times, and zero 1 over dp 4 means 1 times"):
+        plan_of([(replace(live, zero=1), facts_of(job, job.stages[0]))], hosts, gpu="h100-sxm-80gb")
+
+
+def test_shards_that_follow_other_buckets_are_noted() -> None:
+    job, live = job_of(ARCH, zero=1, tp=4)
+    facts = facts_of(job, job.stages[0])
+    # Both data-parallel ranks of a tp rank hold the other's shards of the moments.
+    held = {(f.coordinates.tp, f.coordinates.dp[0]): f.state for f in facts}
+
+    def turned(fact: Facts) -> Facts:
+        mine, theirs = fact.state, held[fact.coordinates.tp, 1 - fact.coordinates.dp[0]]
+        shift = len(mine.storages)
+        moments = [replace(f, storage=f.storage + shift) for f in theirs.fragments if f.slot == "exp_avg"]
+        kept = [f for f in mine.fragments if f.slot != "exp_avg"]
+        return replace(fact, state=replace(mine, storages=mine.storages + theirs.storages, fragments=(*kept, *moments)))
+
+    found = plan_of([(live, [turned(f) for f in facts])], {"n0": 4, "n1": 4}, gpu="h100-sxm-80gb")
+    (note,) = found.notes
+    assert note.startswith("actor.train: exp_avg of ") and note.endswith("moves follow the framework's own shards")
+
+
+def test_settings_go_before_what_is_usual() -> None:
+    job, live = job_of(ARCH, tp=2, backend="megatron", order=ORDER_MEGATRON)
+    facts = facts_of(job, job.stages[0])
+    for settings, wanted in (((), True), ((("sp", False), ("micro_batch", 2)), False)):
+        found = plan_of([(replace(live, settings=settings), facts)], {"n0": 4, "n1": 4}, gpu="h100-sxm-80gb")
+        (one,) = found.plan.stages
+        assert (one.sp, one.micro_batch) == (wanted, 1 if wanted else 2)
+
+
+def test_the_vocabulary_may_be_padded_otherwise() -> None:
+    """304 words over tp 8: in Megatron padded to 1024, here to 320 of its own accord."""
+    job, live = job_of(ARCH, tp=8, backend="megatron", order=ORDER_MEGATRON)
+    facts = []
+    for fact in facts_of(job, job.stages[0]):
+        rank, state = fact.coordinates.tp[0], fact.state
+        kept = [f for f in state.fragments if f.tensor not in ("model.embed_tokens.weight", "lm_head.weight")]
+        storages, cols = list(state.storages), ARCH.hidden
+        for tensor in ("model.embed_tokens.weight", "lm_head.weight"):
+            low, high = min(40 * rank, 304), min(40 * rank + 40, 304)
+            for slot in state.slots():
+                if low < high:
+                    dtype = "bf16" if slot == "weight" else "fp32"
+                    kept.append(
+                        Fragment(
+                            tensor=tensor, slot=slot, storage=len(storages), row_lo=low, row_hi=high, col_lo=0,
+                            col_hi=cols, start=0, stop=(high - low) * cols, origin=0, stride=cols,
+                        )
+                    )  # fmt: skip
+                    storages.append(FrameworkStorage(name=tensor + slot, dtype=dtype, numel=40 * cols))
+        facts.append(replace(fact, state=replace(state, storages=tuple(storages), fragments=tuple(kept))))
+    found = plan_of([(live, facts)], {"n0": 4, "n1": 4}, gpu="h100-sxm-80gb")
+    (note,) = found.notes
+    assert "the vocabulary is padded to a multiple of 320, not of 1024" in note
