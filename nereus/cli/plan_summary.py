@@ -73,7 +73,7 @@ def assumptions(stage: Stage) -> dict[str, str]:
         values["inflight"] = stage.inflight
     assumed = {key: value for key, value in values.items() if key not in written}
     if "state" not in written and (stage.is_train or stage.with_ is None):
-        assumed["state"] = " ".join(f"{slot.name}={slot.dtype}{'@host' if slot.host else ''}" for slot in stage.slots)
+        assumed["state"] = " ".join(f"{slot.name}={slot.text.replace(' ', '')}" for slot in stage.slots)
     return assumed
 
 

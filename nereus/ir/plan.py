@@ -4,6 +4,7 @@ later."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import ceil
 
 from nereus.ir.arch import Arch, Lora
 from nereus.ir.cluster import Cluster, Device
@@ -64,10 +65,24 @@ class Slot:
     name: str
     dtype: str
     host: bool = False  # kept in host memory even while the stage runs
+    #: With ``host``: how much of it, above 0; the rest stays on the GPU. Which elements those are, the framework says.
+    host_share: float = 1.0
 
     @property
     def element_bytes(self) -> int:
         return DTYPE_BYTES[self.dtype]
+
+    @property
+    def text(self) -> str:
+        """As the plan language says it: ``fp32``, ``fp32 @host``, ``fp32 @host(0.5)``."""
+        share = "" if self.host_share == 1 else f"({self.host_share!r})"
+        return f"{self.dtype} @host{share}" if self.host else self.dtype
+
+    def host_bytes(self, num_bytes: int) -> int:
+        """Of ``num_bytes`` of the slot, those in host memory: whole elements, and at least its share."""
+        if not self.host or self.host_share == 1:
+            return num_bytes if self.host else 0
+        return min(num_bytes, ceil(num_bytes // self.element_bytes * self.host_share) * self.element_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

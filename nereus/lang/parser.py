@@ -214,7 +214,7 @@ class _Converter:
             case "word":
                 return self.word(children[0])
             case "at":
-                return At(word=self.word(children[0]), place=self.word(children[1]), span=span)
+                return self.at(children, span)
             case "repeat":
                 count = self.number(children[0], None, self._token_span(children[0]))
                 return Repeat(count=count, of=cast("Text | Word", self.value(children[1])), span=span)
@@ -225,6 +225,14 @@ class _Converter:
                 bracket = "(" if other == "tuple" else "["
                 values = tuple(self.value(c) for c in children if c is not None)
                 return Sequence(bracket=bracket, items=values, span=span)
+
+    def at(self, children: list[Any], span: Span) -> At:
+        place, share = self.word(children[1]), None
+        if len(children) > 2 and children[2] is not None:  # the bracket is part of the token
+            where = Span(source=self._source, start=place.span.start, end=place.span.end - 1)
+            place = Word(text=place.text[:-1], span=where)
+            share = self.number(children[2], None, self._token_span(children[2]))
+        return At(word=self.word(children[0]), place=place, share=share, span=span)
 
     def word(self, token: Token) -> Word:
         return Word(text=str(token), span=self._token_span(token))

@@ -197,7 +197,7 @@ def _layout(stage: Stage, plan: Plan) -> list[tuple[str, str]]:
 
 
 def _state(stage: Stage, model: Model) -> str:
-    entries = [(slot.name, f"{slot.dtype} @host" if slot.host else slot.dtype) for slot in stage.slots]
+    entries = [(slot.name, slot.text) for slot in stage.slots]
     usual = default_slots(trains=stage.is_train, precision=model.precision, optimizer=stage.optimizer)
     names = {slot.name for slot in stage.slots}
     entries += [(slot.name, "none") for slot in usual if slot.name not in names]

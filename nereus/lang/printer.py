@@ -39,7 +39,8 @@ def value_text(value: Value) -> str:
         case Repeat():
             return f"{value.count.text} x {value_text(value.of)}"
         case At():
-            return f"{value.word.text} @{value.place.text}"
+            share = "" if value.share is None else f"({value.share.text})"
+            return f"{value.word.text} @{value.place.text}{share}"
         case Call():
             return f"{value.name}({', '.join(value_text(a) for a in value.args)})"
         case Sequence():

@@ -289,7 +289,7 @@ class StageResolver:
         value = entry.value
         word, place = (value.word, value.place) if isinstance(value, At) else (value, None)
         if not isinstance(word, Word):
-            self._reader.wrong_type(entry, "a dtype such as fp32, or fp32 @host")
+            self._reader.wrong_type(entry, "a dtype such as fp32, fp32 @host or fp32 @host(0.5)")
             return
         if place is not None and place.text != "host":
             headline = f"'@{show(place.text)}' is no place for state"
@@ -307,7 +307,15 @@ class StageResolver:
         if "[" in name or "." in name:
             self._sink.error("NRS2026", f"'{show(name)}' cannot name a slot", entry.key.span)
             return
-        slots[name] = Slot(name=name, dtype=word.text, host=place is not None)
+        share = 1.0
+        if isinstance(value, At) and value.share is not None:
+            number = value.share.value
+            if number is None or not 0 < number <= 1:
+                headline = f"a share of {show(value.share.text, 24)} is not between 0 and 1"
+                self._sink.error("NRS2010", headline, value.share.span, "above 0, and at most 1 for all of the slot")
+                return
+            share = float(number)
+        slots[name] = Slot(name=name, dtype=word.text, host=place is not None, host_share=share)
 
     # -- layout
 

@@ -45,10 +45,11 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class At:
-    """``fp32 @host``."""
+    """``fp32 @host``, or ``fp32 @host(0.5)`` with a share."""
 
     word: Word
     place: Word
+    share: Number | None
     span: Span = field(compare=False, repr=False)
 
 

@@ -49,6 +49,6 @@ def _state_set(copy: Copy, name: str) -> StateSet:
         model=model.name,
         tensors=tensors,
         bound=BoundLayout(layout=layout_of(copy.stage, experts=model.arch.moe is not None), ranks=copy.owner.ranks),
-        slots=tuple(replace(slot, host=slot.host or in_host) for slot in copy.slots),
+        slots=tuple(replace(slot, host=True, host_share=1.0) if in_host else slot for slot in copy.slots),
         absent=tuple(absent),
     )

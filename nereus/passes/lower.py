@@ -172,7 +172,7 @@ def _slot_notes(before: Stage, after: Stage) -> Iterable[str]:
 
 
 def _slot(slot: Slot | None) -> str:
-    return "none" if slot is None else slot.dtype + (" @host" if slot.host else "")
+    return "none" if slot is None else slot.text
 
 
 def _value(key: str, value: object) -> str:

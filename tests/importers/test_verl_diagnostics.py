@@ -105,6 +105,21 @@ def test_ulysses_is_context_parallel() -> None:
     assert (train.cp, train.dp, train.fsdp, train.num_emus) == (2, 4, 4, 2)
 
 
+@pytest.mark.parametrize(("fraction", "share"), [("", 1), (1.0, 1), (0.5, 0.5), (0, 0)])
+def test_an_optimizer_partly_on_the_host(fraction: float | str, share: float) -> None:
+    at = "+actor_rollout_ref.actor.optim.override_optimizer_config"
+    keys = f"{at}.optimizer_cpu_offload=True" + (
+        f" {at}.optimizer_offload_fraction={fraction}" if fraction != "" else ""
+    )
+    result = import_verl(f"{MEGATRON} {keys}", path="a.sh")
+    assert codes(result) == []
+    plan = resolve_text(text_of(result), path="p.plan").plan
+    assert plan is not None
+    weight, *others = plan.stage("actor.train").slots
+    assert not weight.host
+    assert {slot.host_share if slot.host else 0 for slot in others} == {share}
+
+
 def test_megatron_defaults() -> None:
     plan = resolve_text(text_of(import_verl(MEGATRON, path="a.sh")), path="p.plan").plan
     assert plan is not None

@@ -24,6 +24,7 @@ def stages(draw: st.DrawFn, name: str) -> str:
         "backend = fsdp",
         "vp = 2",
         "state { weight = fp32  extra = int8 @host }",
+        "state { exp_avg = bf16 @host(0.375) }",
         "optimizer = muon",
     ]
     keys += draw(st.lists(st.sampled_from(options), max_size=3, unique_by=lambda o: o.split()[0]))

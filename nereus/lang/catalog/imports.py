@@ -75,9 +75,8 @@ ENTRIES: tuple[CodeEntry, ...] = (
     _script(
         "NRS2508",
         "the plan describes something near, not this",
-        "The launch uses what a plan does not express: some kinds of LoRA, an engine or training "
-        "backend without a description, an unusual optimizer, or part of its state on the host. The label "
-        "says what is written instead.",
+        "The launch uses what a plan does not express: some kinds of LoRA, an engine or training backend without a "
+        "description, or an unusual optimizer. The label says what is written instead.",
         f"{_FINE} actor_rollout_ref.rollout.name=hf\n",
         "Read the label; memory figures for this stage are approximate. Edit the plan where you know better.",
     ),

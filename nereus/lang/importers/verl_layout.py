@@ -205,19 +205,13 @@ def _optimizer(block: Block, config: Config, worker: Worker) -> None:
     if not config.flag(f"{override}.optimizer_cpu_offload"):
         return
     fraction = config.number(f"{override}.optimizer_offload_fraction")
-    if fraction is None or fraction >= 1:
-        # Megatron's hybrid optimizer: master and moments live, and are updated, on the host.
-        slots = ("weight = bf16", "master = fp32 @host", "exp_avg = fp32 @host", "exp_avg_sq = fp32 @host")
-        comment = "optimizer_cpu_offload: the optimizer steps on the host"
-        block.entries.append(Entry(text=f"state {{ {'  '.join(slots)} }}", comment=comment))
-    else:
-        config.reports.add(
-            "NRS2508",
-            Severity.WARNING,
-            f"{fraction:g} of the optimizer state is kept on the host, which a plan says for all of a slot or none",
-            config.place(f"{override}.optimizer_offload_fraction"),
-            label="written as kept on the GPU",
-        )
+    if fraction is not None and fraction <= 0:
+        return
+    # Megatron's hybrid optimizer: master and moments live, and are updated, on the host.
+    place = "@host" if fraction is None or fraction >= 1 else f"@host({fraction:g})"
+    slots = ("weight = bf16", *(f"{name} = fp32 {place}" for name in ("master", "exp_avg", "exp_avg_sq")))
+    comment = "optimizer_cpu_offload: the optimizer steps on the host"
+    block.entries.append(Entry(text=f"state {{ {'  '.join(slots)} }}", comment=comment))
 
 
 def warn_mismatch(config: Config, actor: str, critic: str, what: str) -> None:

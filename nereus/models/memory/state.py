@@ -114,6 +114,12 @@ def slot_bytes(copy: Copy, slot: Slot, index: int) -> int:
     return local_numel(copy.shapes_of(slot.name)[index], sharding(copy.stage, slot.name)) * slot.element_bytes
 
 
+def device_slot_bytes(copy: Copy, slot: Slot, index: int) -> int:
+    """Those of ``slot_bytes`` that lie in GPU memory while the stage runs."""
+    num_bytes = slot_bytes(copy, slot, index)
+    return num_bytes - slot.host_bytes(num_bytes)
+
+
 def gradient_bytes(copy: Copy, index: int) -> int:
     return local_numel(copy.shapes_of("gradients")[index], sharding(copy.stage, "gradients")) * GRADIENT_BYTES
 
@@ -129,13 +135,14 @@ def gathered_bytes(copy: Copy, index: int) -> int:
 
 def device_state_bytes(copy: Copy, index: int) -> int:
     """All slots that live in GPU memory, without gradients."""
-    return sum(slot_bytes(copy, slot, index) for slot in copy.slots if not slot.host)
+    return sum(device_slot_bytes(copy, slot, index) for slot in copy.slots)
 
 
 def host_state_bytes(copy: Copy, index: int) -> int:
     """What one rank keeps in host memory: the whole copy where it is offloaded or swapped, else its host slots."""
     whole = copy.idle == "offload" or copy.swap
-    return sum(slot_bytes(copy, slot, index) for slot in copy.slots if whole or slot.host)
+    held = ((slot, slot_bytes(copy, slot, index)) for slot in copy.slots)
+    return sum(num_bytes if whole else slot.host_bytes(num_bytes) for slot, num_bytes in held)
 
 
 def pipeline_index_of_ranks(stage: Stage) -> list[int]:

@@ -25,13 +25,13 @@ from nereus.models.memory.report import HostRow, MemoryReport, MemoryRow, Part
 from nereus.models.memory.state import (
     Copy,
     copies,
+    device_slot_bytes,
     device_state_bytes,
     gathered_bytes,
     gradient_bytes,
     host_state_bytes,
     owner_of,
     pipeline_index_of_ranks,
-    slot_bytes,
 )
 
 CONTEXT_BYTES = GB // 2
@@ -153,9 +153,9 @@ def _running_parts(plan: Plan, copy: Copy, stage: Stage, index: int, mem_bytes: 
     all_slots = stage.is_train or (copy.idle == "resident" and not copy.swap)
     state: dict[str, int] = {}
     for slot in copy.slots:
-        if not slot.host and (all_slots or slot.name == "weight"):
+        if all_slots or slot.name == "weight":
             label = {"weight": "weights", "master": "master"}.get(slot.name, "moments")
-            state[label] = state.get(label, 0) + slot_bytes(copy, slot, index)
+            state[label] = state.get(label, 0) + device_slot_bytes(copy, slot, index)
     parts = [Part(label=label, num_bytes=num_bytes, stage=name) for label, num_bytes in state.items()]
     parts.append(Part(label="gathered layers", num_bytes=gathered_bytes(copy, index), stage=name))
     if stage.is_train:
