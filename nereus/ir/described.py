@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from nereus.ir.fragment import Fragment, RankState
+from nereus.ir.fragment import Fragment, RankState, Rectangle
 from nereus.ir.tensor import LogicalTensor, matrix_shape
 
 IntArray = npt.NDArray[np.int64]
@@ -58,14 +58,10 @@ class DescribedLayout:
         return self.starts[slot], self.stops[slot]
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A rank's part of one (tensor, slot): its fragments joined."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part(Rectangle):
+    """A rank's part of one (tensor, slot), elements ``start .. stop`` of it: its fragments joined."""
 
-    row_lo: int
-    row_hi: int
-    col_lo: int
-    col_hi: int
     start: int
     stop: int
 
@@ -96,7 +92,7 @@ def describe_layout(
             row_lo[rank, tensor], row_hi[rank, tensor] = low, high
             (col_lo[rank, tensor], col_hi[rank, tensor]) = next(iter(columns))
             for slot, part in found:
-                shift = (part.row_lo - low) * (part.col_hi - part.col_lo)
+                shift = (part.row_lo - low) * part.num_cols
                 starts[slot][rank, tensor], stops[slot][rank, tensor] = part.start + shift, part.stop + shift
         for fragment in state.fragments:
             cuts.add((index[fragment.tensor], fragment.row_lo))
@@ -137,9 +133,8 @@ def _parts(
         if f.tensor not in index:
             raise DescriptionError(f"rank {rank}: the model has no tensor {f.tensor}")
         rows, cols = shapes[index[f.tensor]]
-        size = (f.row_hi - f.row_lo) * f.num_cols
         inside = 0 <= f.row_lo < f.row_hi <= rows and 0 <= f.col_lo < f.col_hi <= cols
-        if not inside or not 0 <= f.start < f.stop <= size:
+        if not inside or not 0 <= f.start < f.stop <= f.area:
             box = f"rows {f.row_lo}..{f.row_hi}, columns {f.col_lo}..{f.col_hi}, elements {f.start}..{f.stop}"
             raise DescriptionError(f"rank {rank}: {f.tensor} {f.slot}: {box} of {rows} x {cols}")
         storage = state.storages[f.storage]
@@ -153,10 +148,16 @@ def _join(rank: int, fragments: list[Fragment]) -> _Part:
     ordered = sorted(fragments, key=lambda f: f.row_lo)
     first, last = ordered[0], ordered[-1]
     for above, below in itertools.pairwise(ordered):
-        whole = (above.row_hi - above.row_lo) * above.num_cols
         same = (above.col_lo, above.col_hi) == (below.col_lo, below.col_hi)
-        if not same or above.row_hi != below.row_lo or above.stop != whole or below.start != 0:
+        if not same or above.row_hi != below.row_lo or above.stop != above.area or below.start != 0:
             text = f"rows {above.row_lo}..{above.row_hi} and {below.row_lo}..{below.row_hi} do not join"
             raise DescriptionError(f"rank {rank}: {first.tensor} {first.slot}: {text}")
     before_last = (last.row_lo - first.row_lo) * first.num_cols
-    return _Part(first.row_lo, last.row_hi, first.col_lo, first.col_hi, first.start, before_last + last.stop)
+    return _Part(
+        row_lo=first.row_lo,
+        row_hi=last.row_hi,
+        col_lo=first.col_lo,
+        col_hi=first.col_hi,
+        start=first.start,
+        stop=before_last + last.stop,
+    )

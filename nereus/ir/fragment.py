@@ -23,7 +23,30 @@ class FrameworkStorage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fragment:
+class Rectangle:
+    """Rows ``row_lo .. row_hi`` x columns ``col_lo .. col_hi`` of a logical tensor seen as a matrix."""
+
+    row_lo: int
+    row_hi: int
+    col_lo: int
+    col_hi: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.row_hi - self.row_lo
+
+    @property
+    def num_cols(self) -> int:
+        return self.col_hi - self.col_lo
+
+    @property
+    def area(self) -> int:
+        """Elements of the whole rectangle."""
+        return self.num_rows * self.num_cols
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fragment(Rectangle):
     """Rows ``row_lo .. row_hi`` x columns ``col_lo .. col_hi`` of (``tensor``, ``slot``), clipped to ``start ..
     stop`` of the rectangle's row-major order. ``origin`` is where element 0 of the rectangle would lie (it may be
     negative, or belong to something else, where ``start`` > 0); ``stride``: storage elements from row to row."""
@@ -31,18 +54,10 @@ class Fragment:
     tensor: str  # global logical name
     slot: str
     storage: int  # index in ``RankState.storages``
-    row_lo: int
-    row_hi: int
-    col_lo: int
-    col_hi: int
     start: int
     stop: int
     origin: int
     stride: int
-
-    @property
-    def num_cols(self) -> int:
-        return self.col_hi - self.col_lo
 
     @property
     def numel(self) -> int:
@@ -73,15 +88,11 @@ class RankState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class Segment(Rectangle):
     """A rectangle of a logical tensor inside a framework's local parameter, itself seen as a matrix (all dims but the
     last by the last; a vector is n x 1): it starts at row ``at_row``, column ``at_col`` of the parameter."""
 
     tensor: str
-    row_lo: int
-    row_hi: int
-    col_lo: int
-    col_hi: int
     at_row: int
     at_col: int = 0
 
@@ -103,12 +114,11 @@ def fragments_of(
     """
     found = []
     for segment in segments:
-        width = segment.col_hi - segment.col_lo
-        size = (segment.row_hi - segment.row_lo) * width
+        width, size = segment.num_cols, segment.area
         at = segment.at_row * num_cols + segment.at_col
         lo, hi = 0, size
         if start > 0 or stop is not None:
-            if width != num_cols and not (segment.row_hi - segment.row_lo == 1):
+            if width != num_cols and segment.num_rows != 1:
                 raise ValueError(f"{segment.tensor}: a flat range cannot cut a part that lies beside other columns")
             lo = min(max(start - at, 0), size)
             hi = size if stop is None else min(max(stop - at, 0), size)

@@ -78,11 +78,11 @@ def _check_fragments(binding: Binding) -> None:
         named = f"rank {state.rank}: {f.tensor} {f.slot}"
         if not 0 <= f.storage < len(state.storages):
             raise BindError(f"{named} lies in storage {f.storage} of {len(state.storages)}")
-        if f.num_cols <= 0 or not 0 <= f.start < f.stop <= (f.row_hi - f.row_lo) * f.num_cols:
+        if f.num_cols <= 0 or not 0 <= f.start < f.stop <= f.area:
             box = f"rows {f.row_lo}..{f.row_hi}, columns {f.col_lo}..{f.col_hi}"
             raise BindError(f"{named}: elements {f.start}..{f.stop} of {box}")
         storage = state.storages[f.storage]
-        if f.row_hi - f.row_lo > 1 and f.stride < f.num_cols:
+        if f.num_rows > 1 and f.stride < f.num_cols:
             raise BindError(f"{named}: rows of {f.num_cols} elements, {f.stride} apart, overlap in {storage.name}")
         if f.offset(f.start) < 0 or f.offset(f.stop - 1) >= storage.numel:
             raise BindError(f"{named} leaves its storage {storage.name}")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from published import check_layers, gpu_ids, shape_of
 
 from nereus.ir.diagnostic import Severity
 from nereus.ir.plan import Plan, Stage
@@ -55,13 +56,9 @@ def _check_stage(stage: Stage, facts: dict[str, Any], layers: int) -> None:
         assert stage.mem_fraction == pytest.approx(facts["gpu_memory_utilization"])
     if facts.get("full_shard"):
         assert stage.fsdp == stage.dp
-    if "pp_layers" in facts:
-        assert list(stage.pp_split) == facts["pp_layers"]
-    if stage.pp_split:
-        assert sum(stage.pp_split) == layers
-    if "gpu_ids" in facts:
-        first, last = map(int, facts["gpu_ids"].split("-"))
-        assert [d.index for d in stage.devices] == list(range(first, last + 1))
+    check_layers(stage, facts, layers)
+    if (ids := gpu_ids(facts)) is not None:
+        assert [d.index for d in stage.devices] == list(range(ids[0], ids[1] + 1))
 
 
 @pytest.mark.parametrize("facts", FACTS, ids=IDS)
@@ -71,25 +68,7 @@ def test_cluster_and_models(facts: dict[str, Any]) -> None:
     assert {n.num_gpus for n in plan.cluster.nodes} == {facts["gpus_per_node"]}
     actor = plan.model("actor")
     assert actor.source == facts["actor"]
-    shape, arch = facts["shape"], actor.arch
-    found = {
-        "layers": arch.num_layers,
-        "hidden": arch.hidden,
-        "heads": arch.num_heads,
-        "kv_heads": arch.num_kv_heads,
-        "head_dim": arch.head_dim,
-        "ffn": arch.ffn,
-        "vocab": arch.vocab,
-        "tied_embeddings": arch.tied_embeddings,
-    }
-    if arch.moe is not None:
-        found |= {
-            "experts": arch.moe.num_experts,
-            "topk": arch.moe.experts_per_token,
-            "expert_ffn": arch.moe.expert_ffn,
-        }
-    if arch.mla is not None:
-        found |= {"q_lora_rank": arch.mla.q_lora_rank, "kv_lora_rank": arch.mla.kv_lora_rank}
+    shape, found = facts["shape"], shape_of(actor.arch)
     assert {k: found[k] for k in shape} == shape
     names = {m.name for m in plan.models}
     assert ("critic" in names) == (facts["critic"] is not None)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from published import check_layers, gpu_ids, shape_of
 
 from nereus.ir.plan import Plan, Stage
 from nereus.lang.api import pinned, placed_plan_text, resolve_text
@@ -61,8 +62,7 @@ def model_names(row: Row) -> tuple[str, str]:
 def devices(row: Row, facts: Row, offset: int) -> str:
     size = row["cluster"]["gpus_per_node"]
     first, last = offset, offset + facts["gpus"] - 1
-    if "gpu_ids" in facts:
-        first, last = map(int, facts["gpu_ids"].split("-"))
+    first, last = gpu_ids(facts) or (first, last)
     words = []
     for node in range(row["cluster"]["nodes"]):
         a, b = max(first - node * size, 0), min(last - node * size, size - 1)
@@ -167,9 +167,7 @@ def check(stage: Stage, facts: Row, plan: Plan) -> None:
         assert (stage.ep, stage.etp) == (ep, etp)
         assert stage.expert_dp == world // (etp * ep * facts["pp"])
         assert stage.expert_dp == facts.get("expert_dp", stage.expert_dp)
-    assert sum(stage.pp_split) == model.arch.num_layers and len(stage.pp_split) == stage.pp
-    if "pp_layers" in facts:
-        assert list(stage.pp_split) == facts["pp_layers"]
+    check_layers(stage, facts, model.arch.num_layers)
     if "vpp" in facts:
         assert len(stage.chunks) == stage.pp * facts["vpp"] and set(stage.pp_split) == {11, 12}
 
@@ -194,21 +192,5 @@ def test_the_preset_has_the_published_shape(rows: list[Row], number: int) -> Non
     shape = row["model_shape"]
     if shape is None:
         return
-    arch = preset(model_names(row)[0])
-    found = {
-        "layers": arch.num_layers,
-        "hidden": arch.hidden,
-        "heads": arch.num_heads,
-        "kv_heads": arch.num_kv_heads,
-        "head_dim": arch.head_dim,
-        "ffn": arch.ffn,
-        "vocab": arch.vocab,
-        "tied_embeddings": arch.tied_embeddings,
-    }
-    if arch.moe is not None:
-        found |= {"experts": arch.moe.num_experts, "topk": arch.moe.experts_per_token}
-        found |= {"expert_ffn": arch.moe.expert_ffn, "dense_layers": arch.moe.first_dense_layers}
-        found |= {"shared_experts": arch.moe.num_shared_experts}
-    if arch.mla is not None:
-        found |= {"attention": "MLA", "kv_lora_rank": arch.mla.kv_lora_rank, "q_lora_rank": arch.mla.q_lora_rank}
+    found = shape_of(preset(model_names(row)[0]))
     assert {key: found[key] for key in shape} == shape

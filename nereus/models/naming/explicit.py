@@ -62,10 +62,10 @@ def _misfit(s: Segment, size: tuple[int, int]) -> str:
         return "is empty or upside down"
     if s.at_row < 0 or s.at_col < 0 or s.at_row >= rows or s.at_col >= cols:
         return f"begins outside, at row {s.at_row}, column {s.at_col}"
-    if s.at_row + s.row_hi - s.row_lo > rows:
-        return f"does not fit: {s.row_hi - s.row_lo} rows from row {s.at_row} on"
-    if s.at_col + s.col_hi - s.col_lo > cols:
-        return f"does not fit: {s.col_hi - s.col_lo} columns from column {s.at_col} on"
+    if s.at_row + s.num_rows > rows:
+        return f"does not fit: {s.num_rows} rows from row {s.at_row} on"
+    if s.at_col + s.num_cols > cols:
+        return f"does not fit: {s.num_cols} columns from column {s.at_col} on"
     return ""
 
 

@@ -72,9 +72,9 @@ def segment_rect(segment: Segment) -> Rect:
     """Where the segment lies in its parameter."""
     return (
         segment.at_row,
-        segment.at_row + segment.row_hi - segment.row_lo,
+        segment.at_row + segment.num_rows,
         segment.at_col,
-        segment.at_col + segment.col_hi - segment.col_lo,
+        segment.at_col + segment.num_cols,
     )
 
 

@@ -93,8 +93,8 @@ def local_segments(
     for segment in segments:
         # Rows of the parameter -> rows of the logical tensor.
         row_shift, col_shift = segment.row_lo - segment.at_row, segment.col_lo - segment.at_col
-        lo, hi = segment.at_row, segment.at_row + segment.row_hi - segment.row_lo
-        left, right = segment.at_col, segment.at_col + segment.col_hi - segment.col_lo
+        lo, hi = segment.at_row, segment.at_row + segment.num_rows
+        left, right = segment.at_col, segment.at_col + segment.num_cols
         for first, count, local_row in rows[max(bisect_right(starts, lo) - 1, 0) : bisect_right(starts, hi - 1)]:
             top, bottom = max(lo, first), min(hi, first + count)
             if top >= bottom:
