@@ -137,6 +137,8 @@ def test_latent_down_projections_whole_or_cut() -> None:
         ("decoder.layers.0.mlp.linear_fc1.weight", (32, 16), r"has \[64, 16\]"),
         ("decoder.layers.0.mlp.router.weight", (8, 16), "none of a llama model"),
         ("decoder.layers.0.mlp.experts.weight1", (8, 16), "none of a llama model"),
+        # An adapter of the fused matrix would have one lora_A for q, k and v.
+        ("decoder.layers.0.self_attention.linear_qkv.adapter.linear_in.weight", (8, 16), "none of a llama model"),
         ("decoder.layers.4.mlp.linear_fc1.weight", (64, 16), "the model has no layer 4, but 4"),
     ],
 )
