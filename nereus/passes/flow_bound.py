@@ -1,0 +1,85 @@
+"""The least time that any routing to the chosen placement needs: the value of the flow programme, proved by its prices.
+
+Small programmes are solved as they are; large ones with places, nodes and demands of equal parts merged, so that their
+size hardly grows with the number of GPUs. Either way the figure that is returned is what ``priced_bound`` proves from
+the prices that were found: a wrong or weak solution makes it low, never wrong. It is exact for fractional routings
+through holders and wanters, between GPUs whose links inside a node are faster than the host link; see
+``flow_programme`` and ``flow_prices`` for what is a relaxation elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from nereus.ir.holdings import Topology
+from nereus.passes.commodities import Commodities, commodities_of_diff
+from nereus.passes.diff import Diff
+from nereus.passes.flow_prices import Prices, priced_bound
+from nereus.passes.flow_programme import FlowProgramme, FlowSolution
+from nereus.passes.links import HOST_COPY_BYTES_PER_S, Links
+
+#: Wanters and senders up to which the programme is solved unmerged: about 20 ms.
+MAX_UNMERGED = 4000
+#: A merged programme whose prices prove less than this share of its value is solved again unmerged, up to this size.
+GOOD, MAX_AGAIN = 0.995, 40_000
+EXACT = 1 - 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowBound:
+    transfer_s: float  # proved
+    limited_by: str
+    solution: FlowSolution | None  # None where nothing has to flow
+    merged: bool
+
+
+def diff_flow_bound(diff: Diff, links: Links) -> FlowBound:
+    return flow_bound(commodities_of_diff(diff, links), links, diff.topology)
+
+
+def flow_bound(commodities: Commodities, links: Links, topology: Topology) -> FlowBound:
+    copies = commodities.host_copy_bytes / HOST_COPY_BYTES_PER_S
+    copies_s = float(copies.max(initial=0.0))
+    copying = f"copying inside host memory of {topology.nodes[int(copies.argmax())].name}"
+    if not commodities.num_demands:
+        return FlowBound(
+            transfer_s=copies_s, limited_by=copying if copies_s else "nothing moves", solution=None, merged=False
+        )
+    unit_s = priced_bound(commodities, links, _even_prices(links))
+    size = len(commodities.wanter_place) + len(commodities.holder_place)
+    merged = size > MAX_UNMERGED
+    programme = FlowProgramme(commodities, links, unit_s)
+    solution = programme.solve(merge=merged)
+    proved = priced_bound(commodities, links, solution.prices)
+    # Prices that prove less than their value: what was merged is not alike, or a way that was left out is cheaper.
+    if merged and proved < GOOD * solution.value_s and size <= MAX_AGAIN:
+        merged = False
+        solution = programme.solve(merge=False)
+        proved = max(proved, priced_bound(commodities, links, solution.prices))
+    if not merged and proved < EXACT * solution.value_s:
+        solution = FlowProgramme(commodities, links, unit_s, wide=True).solve(merge=False)
+        proved = max(proved, priced_bound(commodities, links, solution.prices))
+    if copies_s > proved:
+        return FlowBound(transfer_s=copies_s, limited_by=copying, solution=solution, merged=merged)
+    limited_by = _dearest(solution.prices, topology)
+    return FlowBound(transfer_s=proved, limited_by=limited_by, solution=solution, merged=merged)
+
+
+def _even_prices(links: Links) -> Prices:
+    gpus, nics = np.ones(links.num_devices), np.ones(len(links.nic))
+    return Prices(gpu_out=gpus, gpu_in=gpus, nic_out=nics, nic_in=nics)
+
+
+def _dearest(prices: Prices, topology: Topology) -> str:
+    """The kind of port that weighs most, with its dearest one and how many share the weight."""
+    kinds = (
+        ("NIC intake", prices.nic_in, [node.name for node in topology.nodes]),
+        ("NIC output", prices.nic_out, [node.name for node in topology.nodes]),
+        ("GPU intake", prices.gpu_in, [str(device) for device in topology.devices]),
+        ("GPU output", prices.gpu_out, [str(device) for device in topology.devices]),
+    )
+    what, weights, names = max(kinds, key=lambda kind: float(kind[1].sum()))
+    others = int((weights > 1e-6).sum()) - 1
+    return f"{what} of {names[int(weights.argmax())]}" + (f" and {others} more" if others > 0 else "")
