@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "diff": ("diff", "what going from one plan to another moves, costs and risks"),
     "compile": ("compile", "save what going from one plan to another does, as a file"),
     "show": ("show", "show a saved transition, if it still holds"),
+    "verify": ("verify", "prove a saved transition from its file alone, with code that the compiler does not share"),
     "import": ("import_", "make a plan from the configuration of a training framework"),
     "run": ("run", "carry out a change between plans on real tensors on this machine, and check every element"),
     "passes": ("passes", "list the passes of the compiler, their options and the pipeline"),

@@ -72,9 +72,8 @@ class Case:
                 self.grounds[table.model] = Ground(table.model, grid, by_model[table.model].tensors)
             elif self.grounds[table.model].grid is not grid:
                 raise Violation(f"{table.model} is cut in two ways")
-        self.old = Holdings(tuple(c for c in old_copies if c.model in self.grounds), self.world, self.grounds)
-        self.new = Holdings(tuple(c for c in new_copies if c.model in self.grounds), self.world, self.grounds)
-        self.all_old, self.all_new = old_copies, new_copies
+        self.old = Holdings(old_copies, self.world, self.grounds)
+        self.new = Holdings(new_copies, self.world, self.grounds)
         self._wants: dict[tuple[object, ...], Wants] = {}
 
     @cached_property
@@ -93,8 +92,8 @@ class Case:
     @cached_property
     def slot_kinds(self) -> tuple[tuple[str, SlotKind], ...]:
         """Slots that the new plan wants and the old one had somewhere; others the framework makes."""
-        held = {(copy.model, kind) for copy in self.all_old for kind in copy.slots}
-        wanted = dict.fromkeys((copy.model, kind) for copy in self.all_new for kind in copy.slots)
+        held = {(copy.model, kind) for copy in self.old.copies for kind in copy.slots}
+        wanted = dict.fromkeys((copy.model, kind) for copy in self.new.copies for kind in copy.slots)
         return tuple(key for key in wanted if key in held)
 
     @cached_property

@@ -21,7 +21,7 @@ from nereus.verify.storages import Storages
 
 #: Phases of a transition, in order, as the certificate names them.
 BOUNDARY, START, TRANSFER, COMMIT = "at the boundary", "at engine start", "during the transfer", "after the commit"
-_STARTS = ("engine-start", "spawn", "build-groups")
+_STARTS = ("engine-start", "spawn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +47,20 @@ def memory_use(case: Case, storages: Storages) -> Use:
     def spaces(per_device: IntArray) -> IntArray:
         return np.concatenate((per_device, np.zeros(len(world.nodes), dtype=np.int64)))
 
-    starting, asleep, lasting, extra = (np.zeros(world.num_devices, dtype=np.int64) for _ in range(4))
+    starting, asleep, spawned, extra = (np.zeros(world.num_devices, dtype=np.int64) for _ in range(4))
+    lasting = np.zeros(world.num_devices, dtype=np.int64)
     for op in document.lifecycle:
         if op.kind == "engine-start":
             np.maximum.at(starting, op.devices, asleep[op.devices] + op.running_bytes)
             np.add.at(asleep, op.devices, op.after_bytes)
+        elif op.kind == "spawn":
+            np.add.at(spawned, op.devices, op.after_bytes)
         if op.kind in _STARTS:
             np.maximum.at(extra, op.devices, op.running_bytes - op.after_bytes)
         np.add.at(lasting, op.devices, op.after_bytes)
     boundary = kept + old + spaces(promise.before)
+    started = asleep + spawned
+    starting = np.where(starting > 0, starting + spawned, 0)
     transfer = boundary + spaces(lasting + promise.staging)
     phases = {
         BOUNDARY: boundary,
@@ -64,7 +69,7 @@ def memory_use(case: Case, storages: Storages) -> Use:
         COMMIT: kept + new + spaces(promise.after),
     }
     capacity = np.concatenate((promise.capacity, ints([promise.hosts.get(node.name, 0) for node in world.nodes])))
-    return Use(phases=phases, capacity=capacity, setup=boundary + spaces(lasting + extra))
+    return Use(phases=phases, capacity=capacity, setup=boundary + spaces(started + extra))
 
 
 def _most_acquired(case: Case, storages: Storages) -> IntArray:

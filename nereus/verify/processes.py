@@ -18,14 +18,14 @@ _KINDS = ("engine-start", "spawn", "build-groups", "retire")
 def check_processes(case: Case) -> str:
     document, world = case.document, case.world
     old, new = _owners(case.old_plan), _owners(case.new_plan)
+    numbers = [{name: {world.number[d] for d in ranks} for name, ranks in side.items()} for side in (old, new)]
     started: dict[tuple[str, int], int] = {}
     retired: set[tuple[str, int]] = set()
     for op in document.lifecycle:
         if op.kind not in _KINDS:
             raise Violation(f"'{op.kind}' is no operation on processes")
-        side = old if op.kind == "retire" else new
-        allowed = {world.number[d] for d in side.get(op.stage, ())}
-        for device in op.devices.tolist():
+        allowed = numbers[0 if op.kind == "retire" else 1].get(op.stage, set())
+        for device, after in zip(op.devices.tolist(), op.after_bytes.tolist(), strict=True):
             name = world.devices[device]
             if device not in allowed:
                 raise Violation(f"{op.kind} of {op.stage} on {name}, which is not that stage's device")
@@ -39,16 +39,14 @@ def check_processes(case: Case) -> str:
             if op.kind == "retire":
                 retired.add(key)
             elif op.kind != "build-groups":
-                started[key] = int(op.after_bytes[op.devices.tolist().index(device)])
+                started[key] = after
         if bool((op.running_bytes < op.after_bytes).any()) or bool((op.after_bytes < 0).any()) or op.seconds < 0:
             raise Violation(f"{op.kind} of {op.stage} needs less while it runs than after it, or less than nothing")
     _check_ends(case, old, new, started, retired)
     _check_one_owner(case, old, new, retired)
     _check_bytes(case, old, new, started)
     running = sum(len(devices) for devices in new.values())
-    return (
-        f"{running:,} processes after the change, {len(started):,} started, {len(retired):,} ended; one owner a device"
-    )
+    return f"{running:,} processes then, {len(started):,} started, {len(retired):,} ended; no device has two owners"
 
 
 def _owners(plan: Plan) -> dict[str, tuple[Device, ...]]:
@@ -95,10 +93,11 @@ def _check_one_owner(
                 for device in stage.ranks:
                     users.setdefault(device, []).append(stage.name)
         if plan is case.new_plan:  # processes that nothing ends run on
+            staying = {name: set(devices) for name, devices in new.items()}
             for stage_name, devices in old.items():
                 for device in devices:
                     number = case.world.number[device]
-                    gone = (stage_name, number) in retired or device in new.get(stage_name, ())
+                    gone = (stage_name, number) in retired or device in staying.get(stage_name, set())
                     if not gone and case.world.alive[number]:
                         users.setdefault(device, []).append(stage_name)
         for device, names in users.items():
@@ -120,32 +119,41 @@ def _check_bytes(
     ):
         least = np.zeros(world.num_devices, dtype=np.int64)
         for stage in plan.owners():
-            pools = _pools(plan, stage)
+            pools, staying = _pools(plan, stage), set(new.get(stage.name, ()))
             for device in owners[stage.name]:
                 number = world.number[device]
                 # An engine that is started anew was drained before: its old pool is no more.
-                stays = what == "after" or (device in new.get(stage.name, ()) and (stage.name, number) not in started)
+                stays = what == "after" or (device in staying and (stage.name, number) not in started)
                 least[number] += _PROCESS + (pools.get(device, 0) if stays else 0)
         short = np.flatnonzero((said < least) & world.alive)
         if len(short):
             at = int(short[0])
             name, need = world.devices[at], int(least[at])
             raise Violation(f"processes on {name} take {need:,} bytes {what} and {int(said[at]):,} are counted")
+    needs: dict[tuple[str, str], dict[Device, tuple[int, int]]] = {}
     for op in case.document.lifecycle:
         if op.kind not in ("engine-start", "spawn"):
             continue
-        stage = case.new_plan.stage(op.stage)
-        pools = _pools(case.new_plan, stage)
-        needs = dict.fromkeys(stage.ranks, 0)
-        if op.kind == "engine-start":
-            needed = engine_running_bytes if stage.kind == "generate" else resident_state_bytes
-            needs = dict(zip(stage.ranks, needed(case.new_plan, stage), strict=True))
+        key = (op.stage, op.kind)
+        if key not in needs:
+            needs[key] = _needs(case.new_plan, case.new_plan.stage(op.stage), engine=op.kind == "engine-start")
         for at, device in enumerate(world.devices[d] for d in op.devices.tolist()):
-            running, after = _PROCESS + needs[device], _PROCESS + pools.get(device, 0)
+            running, after = needs[key][device]
             if int(op.running_bytes[at]) < running or int(op.after_bytes[at]) < after:
-                raise Violation(
-                    f"{op.kind} of {op.stage} on {device} needs {running:,} bytes, {after:,} of them to stay"
-                )
+                text = f"needs {running:,} bytes, {after:,} of them to stay"
+                raise Violation(f"{op.kind} of {op.stage} on {device} {text}")
+
+
+def _needs(plan: Plan, stage: Stage, *, engine: bool) -> dict[Device, tuple[int, int]]:
+    """(bytes while it starts, bytes then) of a process on each device of ``stage``."""
+    pools = _pools(plan, stage)
+    more: tuple[int, ...] = (0,) * len(stage.ranks)
+    if engine:
+        more = (engine_running_bytes if stage.kind == "generate" else resident_state_bytes)(plan, stage)
+    return {
+        device: (_PROCESS + size, _PROCESS + pools.get(device, 0))
+        for device, size in zip(stage.ranks, more, strict=True)
+    }
 
 
 def _pools(plan: Plan, stage: Stage) -> dict[Device, int]:

@@ -7,7 +7,7 @@ and after.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -35,39 +35,39 @@ class Group:
 
 class Storages:
     def __init__(self, case: Case) -> None:
-        self.case, self.world = case, case.world
-        self.old = Holdings(case.all_old, case.world, case.grounds)
-        self.new = Holdings(case.all_new, case.world, case.grounds)
+        self.world = case.world
         self.coming: list[Group] = []  # in the new plan; those that stay too
         self.going: list[Group] = []
-        for holdings, others, groups in ((self.old, self.new, self.going), (self.new, self.old, self.coming)):
+        for holdings, others, groups in ((case.old, case.new, self.going), (case.new, case.old, self.coming)):
             for copy in holdings.copies:
                 twin = next((c for c in others.copies if c.stage == copy.stage), None)
-                for kind in copy.slots:
-                    groups += self._groups(holdings, copy, kind, others, twin)
+                alike: dict[tuple[object, ...], list[Group]] = {}  # master and both moments are worked out once
+                for kind, in_host in copy.slots.items():
+                    stays = twin is not None and twin.owner.name == copy.owner.name and twin.slots.get(kind) == in_host
+                    same = twin if stays else None
+                    key = (*holdings.alike(copy, kind.name), same and others.alike(same, kind.name))
+                    if key not in alike:
+                        alike[key] = list(self._groups(holdings, copy, kind, others, same))
+                    groups += [replace(group, kind=kind) for group in alike[key]]
 
     def _groups(
         self, holdings: Holdings, copy: StateCopy, kind: SlotKind, others: Holdings, twin: StateCopy | None
     ) -> Iterator[Group]:
-        in_place = (
-            twin is not None
-            and twin.owner.name == copy.owner.name
-            and kind in twin.slots
-            and twin.slots[kind] == copy.slots[kind]
-        )
+        """``twin``: the copy of the other plan whose storages may be the same ones."""
         twin_class = np.full(self.world.num_devices, -1, dtype=np.int64)
-        if in_place and twin is not None:
+        if twin is not None:
             for number, rank_class in enumerate(twin.parts.classes):
                 twin_class[twin.device_of_rank[rank_class.ranks]] = number
         for rank_class in copy.parts.classes:
             devices = copy.device_of_rank[rank_class.ranks]
             devices = devices[self.world.alive[devices]]
             start, stop = holdings.share(copy, rank_class, kind.name)
-            for other in np.unique(twin_class[devices]).tolist():
+            of_device = twin_class[devices]
+            for other in set(of_device.tolist()):
                 stays = np.zeros(len(start), dtype=bool)
                 if other >= 0 and twin is not None:
                     stays = self._same(rank_class, start, stop, others, twin, twin.parts.classes[other], kind)
-                yield Group(copy, kind, devices[twin_class[devices] == other], stop - start, stays & (stop > start))
+                yield Group(copy, kind, devices[of_device == other], stop - start, stays & (stop > start))
 
     @staticmethod
     def _same(
@@ -239,7 +239,7 @@ def _check_released(
 
 def _text(case: Case, key: Key) -> str:
     device, stage, slot, tensor = key
-    copies = [c for c in (*case.all_old, *case.all_new) if c.stage == stage]
+    copies = [c for c in (*case.old.copies, *case.new.copies) if c.stage == stage]
     name = copies[0].tensors[tensor].name if copies and 0 <= tensor < len(copies[0].tensors) else f"tensor {tensor}"
     where = case.world.devices[device] if 0 <= device < case.world.num_devices else f"device {device}"
     return f"{where}: {stage} {slot} of {name}"

@@ -7,31 +7,35 @@ refused, be it damaged, edited, or older than a change of the compiler, the pres
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
-import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import nereus
-from nereus.cli.errors import CommandError
 from nereus.cli.output import FORMAT_VERSION
 from nereus.cli.transition.document import certificate_json
-from nereus.ir.diagnostic import Diagnostic, DiagnosticError, Severity, has_errors
+from nereus.cli.transition.saved_file import (
+    KIND,
+    damaged,
+    entry_of,
+    file_error,
+    model_fingerprints,
+    read_saved,
+    text_fingerprint,
+)
+from nereus.ir.diagnostic import Diagnostic, DiagnosticError, has_errors
 from nereus.ir.intervals import Intervals
 from nereus.ir.plan import Plan
 from nereus.ir.transition import HOST, INTER, INTRA, LOCAL
 from nereus.lang.api import placed_plan_text, resolve_text
-from nereus.lang.files import read_file
+from nereus.passes.atoms import AtomTable
 from nereus.passes.compiled import Transition
 from nereus.passes.manager import Pipeline, parse_pipeline
 from nereus.passes.pipeline import compile_transition
 from nereus.passes.place import Choice
 
-KIND = "transition"
 LINKS = (LOCAL, HOST, INTRA, INTER)
-_GZIP_MAGIC = b"\x1f\x8b"
 
 
 def saved_bytes(
@@ -76,18 +80,8 @@ def saved_document(
         "certificate": certificate,
         "choices": choices,
         "schedule": schedule_document(transition),
-    }
-
-
-def text_fingerprint(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def model_fingerprints(old: Plan, new: Plan) -> dict[str, str]:
-    """SHA-256 of what plan texts only name: data sheets behind the clusters, shapes behind the models."""
-    return {
-        "cluster": text_fingerprint(repr((old.cluster, new.cluster))),
-        "models": text_fingerprint(repr([(m.name, m.arch, m.head, m.precision) for p in (old, new) for m in p.models])),
+        "lifecycle": lifecycle_document(transition),
+        "memory": memory_document(transition),
     }
 
 
@@ -120,7 +114,13 @@ def schedule_document(transition: Transition) -> dict[str, Any]:
         "window_bytes": schedule.window_bytes,
         "devices": [str(device) for device in transition.topology.devices],
         "tables": [
-            {"model": t.model, "slots": list(t.slots), "slot_bytes": list(t.slot_bytes), "cells": g}
+            {
+                "model": t.model,
+                "slots": list(t.slots),
+                "dtypes": _dtypes(transition, t),
+                "slot_bytes": list(t.slot_bytes),
+                "cells": g,
+            }
             for t, g in zip(diff.tables, diff.geometry_of, strict=True)
         ],
         "cells": [
@@ -157,6 +157,49 @@ def schedule_document(transition: Transition) -> dict[str, Any]:
     }
 
 
+def _dtypes(transition: Transition, table: AtomTable) -> list[str]:
+    """Of the table's slots: what the state sets that want them say."""
+    geometry = transition.geometry_of(table)
+    found = []
+    for name in table.slots:
+        slots = (geometry.new_sets[group.state_set].slot(name) for group in table.new_groups)
+        found.append(next(slot.dtype for slot in slots if slot is not None))
+    return found
+
+
+def lifecycle_document(transition: Transition) -> list[dict[str, Any]]:
+    """What processes do, in order; ``devices`` by number."""
+    return [
+        {
+            "kind": op.kind,
+            "stage": op.stage,
+            "devices": list(op.devices),
+            "seconds": op.seconds,
+            "background": op.background,
+            "running_bytes": list(op.running_bytes),
+            "after_bytes": list(op.after_bytes),
+        }
+        for op in transition.life.ops
+    ]
+
+
+def memory_document(transition: Transition) -> dict[str, Any]:
+    """Bytes per device that the schedule counts on beside the state itself, and capacities."""
+    memory, topology = transition.memory, transition.topology
+    num_devices = topology.num_devices
+    return {
+        "staging": memory.staging.tolist(),
+        "before": list(transition.life.before_bytes),
+        "after": list(transition.life.after_bytes),
+        "capacity": memory.capacity[:num_devices].tolist(),
+        "hosts": {
+            node.name: int(memory.capacity[num_devices + number])
+            for number, node in enumerate(topology.nodes)
+            if topology.alive[number]
+        },
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
     """A transition compiled again from its file, with the names and the reasons of placement that it was saved
@@ -170,14 +213,14 @@ class Saved:
 
 def load_saved(path: str) -> Saved:
     """DiagnosticError: NRS550x where ``path`` is no saved transition, NRS551x where it does not hold any more."""
-    document = _read(path)
-    plans = {side: _entry(document, path, "plans", side, "text", kind=str) for side in ("old", "new")}
-    names = {side: _entry(document, path, "plans", side, "path", kind=str) for side in ("old", "new")}
+    document = read_saved(path)
+    plans = {side: entry_of(document, path, "plans", side, "text", kind=str) for side in ("old", "new")}
+    names = {side: entry_of(document, path, "plans", side, "path", kind=str) for side in ("old", "new")}
     for side, text in plans.items():
-        if _entry(document, path, "fingerprints", f"{side}_plan", kind=str) != text_fingerprint(text):
+        if entry_of(document, path, "fingerprints", f"{side}_plan", kind=str) != text_fingerprint(text):
             raise DiagnosticError(
                 [
-                    _error(
+                    file_error(
                         "NRS5510",
                         f"{path}: the {side} plan inside is not the one that was saved",
                         notes=("its text and its fingerprint do not match, so the file was edited or damaged",),
@@ -185,12 +228,12 @@ def load_saved(path: str) -> Saved:
                     )
                 ]
             )
-    digest = _entry(document, path, "digest", kind=str)
+    digest = entry_of(document, path, "digest", kind=str)
     try:
-        pipeline = parse_pipeline(_entry(document, path, "pipeline", kind=str))
+        pipeline = parse_pipeline(entry_of(document, path, "pipeline", kind=str))
     except ValueError as error:
         raise DiagnosticError([_stale(document, path, [f"the pipeline is not accepted any more: {error}"])]) from None
-    allow_destroy = _entry(document, path, "options", "allow_destroy", kind=bool)
+    allow_destroy = entry_of(document, path, "options", "allow_destroy", kind=bool)
     sides: dict[str, Plan] = {}
     found: list[Diagnostic] = []
     for side, text in plans.items():
@@ -204,7 +247,7 @@ def load_saved(path: str) -> Saved:
     notes = [
         f"what the plans name as {name} has changed (presets or data sheets of another version)"
         for name, value in model_fingerprints(old, new).items()
-        if _entry(document, path, "fingerprints", name, kind=str) != value
+        if entry_of(document, path, "fingerprints", name, kind=str) != value
     ]
     try:
         transition = compile_transition(old, new, pipeline, allow_destroy=allow_destroy)
@@ -224,7 +267,7 @@ def load_saved(path: str) -> Saved:
 def _as_saved(transition: Transition, document: Mapping[str, Any], path: str, names: Mapping[str, str]) -> Transition:
     """Placed plans are pinned, so why they lie as they do only the file knows; what it says must be what was saved."""
     choices = []
-    stored = _entry(document, path, "choices", kind=list)
+    stored = entry_of(document, path, "choices", kind=list)
     for entry in stored:
         try:
             values = {f.name: entry[f.name] for f in fields(Choice)}
@@ -232,8 +275,8 @@ def _as_saved(transition: Transition, document: Mapping[str, Any], path: str, na
             values["best_device_in_bytes"] = tuple((int(d), int(n)) for d, n in values["best_device_in_bytes"])
             choices.append(Choice(**values))
         except (KeyError, TypeError, ValueError):
-            raise DiagnosticError([_damaged(path, "choices: not what Nereus writes")]) from None
-    if _entry(document, path, "fingerprints", "choices", kind=str) != choices_fingerprint(stored):
+            raise DiagnosticError([damaged(path, "choices: not what Nereus writes")]) from None
+    if entry_of(document, path, "fingerprints", "choices", kind=str) != choices_fingerprint(stored):
         note = "the reasons of its placements and their fingerprint do not match, so the file was edited or damaged"
         raise DiagnosticError([_stale(document, path, [note])])
     now = {c.stage: c.moved_bytes for c in transition.choices}
@@ -252,87 +295,26 @@ def _differences(transition: Transition, document: Mapping[str, Any], path: str)
     notes = []
     certificate = certificate_json(transition.certificate)
     del certificate["compile_s"]
-    stored = _entry(document, path, "certificate", kind=dict)
+    stored = entry_of(document, path, "certificate", kind=dict)
     now = json.loads(json.dumps(certificate))
     changed = [name for name in now if stored.get(name) != now[name]]
     if changed:
         notes.append(f"the certificate differs in {', '.join(changed)}")
-    if _entry(document, path, "schedule", kind=dict) != json.loads(json.dumps(schedule_document(transition))):
-        notes.append("the schedule is not the one that its plans compile to")
+    for name, kind, compiled in (
+        ("schedule", dict, schedule_document(transition)),
+        ("lifecycle", list, lifecycle_document(transition)),
+        ("memory", dict, memory_document(transition)),
+    ):
+        if entry_of(document, path, name, kind=kind) != json.loads(json.dumps(compiled)):
+            notes.append(f"the {name} is not the one that its plans compile to")
     return notes
-
-
-def _read(path: str) -> dict[str, Any]:
-    try:
-        data = read_file(path)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise CommandError(f"cannot read {path}: {reason}") from None
-    if data.startswith(_GZIP_MAGIC):
-        try:
-            data = gzip.decompress(data)
-        except (OSError, EOFError, zlib.error) as error:
-            raise DiagnosticError([_damaged(path, f"it cannot be unpacked: {error}")]) from None
-    try:
-        document = json.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        if data.lstrip().startswith(b"{") and b'"format_version"' in data[:200]:
-            reason = str(error) or type(error).__name__
-            raise DiagnosticError([_damaged(path, f"it is not JSON: {reason}")]) from None
-        raise DiagnosticError([_foreign(path, "it is not JSON")]) from None
-    if not isinstance(document, dict) or document.get("kind") != KIND:
-        kind = document.get("kind") if isinstance(document, dict) else None
-        what = f"it is a document of kind {kind!r}" if isinstance(kind, str) else "it is JSON of some other kind"
-        raise DiagnosticError([_foreign(path, what)])
-    version = document.get("format_version")
-    major = FORMAT_VERSION.split(".")[0]
-    if not isinstance(version, str) or version.split(".")[0] != major:
-        raise DiagnosticError(
-            [
-                _error(
-                    "NRS5503",
-                    f"{path}: format version {version} is not one that this Nereus reads",
-                    notes=(f"nereusc {nereus.__version__} reads versions {major}.x",),
-                    help="Compile the transition again, or read it with the Nereus that wrote it.",
-                )
-            ]
-        )
-    return document
-
-
-def _entry(document: Mapping[str, Any], path: str, *keys: str, kind: type) -> Any:
-    value: Any = document
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    if not isinstance(value, kind):
-        raise DiagnosticError([_damaged(path, f"{'.'.join(keys)} is missing or of a wrong kind")])
-    return value
-
-
-def _error(code: str, headline: str, *, notes: tuple[str, ...], help: str) -> Diagnostic:
-    return Diagnostic(code=code, severity=Severity.ERROR, headline=headline, notes=notes, help=help)
-
-
-def _foreign(path: str, why: str) -> Diagnostic:
-    return _error(
-        "NRS5501",
-        f"{path} is not a saved transition",
-        notes=(why,),
-        help="Give it a file that `nereusc compile OLD NEW -o FILE` wrote.",
-    )
-
-
-def _damaged(path: str, why: str) -> Diagnostic:
-    return _error(
-        "NRS5502", f"{path} is damaged", notes=(why,), help="Compile the transition again from its two plans."
-    )
 
 
 def _stale(document: Mapping[str, Any], path: str, notes: list[str]) -> Diagnostic:
     version = document.get("nereus")
     if isinstance(version, str) and version != nereus.__version__:
         notes = [*notes, f"written by nereusc {version}, read by {nereus.__version__}"]
-    return _error(
+    return file_error(
         "NRS5511",
         f"{path} is stale: compiling its plans now gives another transition",
         notes=tuple(notes),
