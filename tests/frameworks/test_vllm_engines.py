@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ from nereus.ir.tensor import matrix_shape
 from nereus.models.naming.base import Where
 from nereus.models.naming.hf import HfNaming
 from nereus.models.tensors import logical_tensors
+from nereus.runtime.adapters import vllm_worker
 from nereus.runtime.adapters.base import Binding, BindingBuilder
+from nereus.runtime.describe import DescribeError, Facts, LiveStage, plan_of
 
 TIMEOUT_S = 500
 
@@ -30,6 +34,29 @@ def _check(fresh: Seen, moved: list[Seen]) -> None:
     assert again == first
 
 
+def _said(llm: Any, *, stage: bool) -> Any:
+    """What the worker in this process says of itself, as it would come back from another one."""
+    said = engines.ask(llm, "nereus_describe", stage), engines.ask(llm, "nereus_coordinates")
+    return json.loads(json.dumps(said))
+
+
+def _assert_described(family: str, said: list[Any], **degrees: int) -> None:
+    """The plan of a live engine, from its workers' answers."""
+    facts = [
+        Facts(host="here", index=i, coordinates=vllm_worker.coordinates_of(c), state=vllm_worker.state_of(s))
+        for i, (s, c) in enumerate(said)
+    ]
+    live = LiveStage(model="actor", kind="generate", arch=arch_of(family), source="tiny.json", engine="vllm")
+    found = plan_of([(live, facts)], {"here": len(facts)}, gpu="h100-sxm-80gb")
+    (stage,) = found.plan.stages
+    assert {axis: getattr(stage, axis) for axis in degrees} == degrees and found.notes == ()
+    assert [d.index for d in stage.ranks] == list(range(len(said)))
+    if len(facts) > 1:
+        turned = [replace(fact, state=facts[1 - i].state) for i, fact in enumerate(facts)]
+        with pytest.raises(DescribeError, match="weight of"):
+            plan_of([(live, turned)], {"here": len(facts)}, gpu="h100-sxm-80gb")
+
+
 def _between_engines(rank: int, world_size: int, first: Path, second: Path, at: list[str]) -> tuple[Any, ...]:
     """Two processes are an engine at tp 2 on ``first``, the third one at tp 1 on ``second``, which sends; then it
     loads ``first`` the way of vLLM and sends again."""
@@ -37,11 +64,11 @@ def _between_engines(rank: int, world_size: int, first: Path, second: Path, at: 
     if rank == tp:
         llm = engines.engine_here(second, at[0], plain=True)
         engines.ask(llm, "nereus_join", at[1], tp, world_size, "test", 240.0)
-        fresh = engines.seen(llm)
+        fresh, said = engines.seen(llm), _said(llm, stage=False)
         engines.ask(llm, "nereus_send", 240.0)
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(first)})
         engines.ask(llm, "nereus_send", 240.0)
-        return (fresh,)
+        return fresh, said
     llm = engines.engine_here(second, at[2], rank=rank, tp=tp, plain=True)
     fresh = engines.seen(llm)
     engines.close_here(llm)
@@ -53,16 +80,18 @@ def _between_engines(rank: int, world_size: int, first: Path, second: Path, at: 
         assert llm.reset_prefix_cache()
         assert engines.ask(llm, "nereus_version") == version
         moved.append(engines.seen(llm))
-    return fresh, moved
+    return fresh, moved, _said(llm, stage=False)
 
 
 def test_from_an_engine_at_tp_1_into_one_at_tp_2(tmp_path: Path) -> None:
     first, second = (engines.checkpoint(tmp_path / f"llama-{seed}", "llama", seed) for seed in (1, 2))
     at = [engines.address() for _ in range(4)]
-    *workers, (source,) = run(3, _between_engines, first, second, at, init=False, timeout=TIMEOUT_S)
-    for fresh, moved in workers:
+    *workers, (source, alone) = run(3, _between_engines, first, second, at, init=False, timeout=TIMEOUT_S)
+    for fresh, moved, _ in workers:
         _check(fresh, moved)
         assert fresh.tokens == source.tokens
+    _assert_described("llama", [alone], tp=1, dp=1, pp=1)
+    _assert_described("llama", [said for *_, said in workers], tp=2, dp=1, pp=1)
 
 
 def _whole(family: str, seed: int) -> Binding:
@@ -100,17 +129,18 @@ def _into_kernels(rank: int, world_size: int, family: str, first: Path, second: 
         engines.ask(llm, "nereus_receive", version, 240.0)
         assert llm.reset_prefix_cache()
         moved.append(engines.seen(llm))
-    return fresh, moved, refusal
+    return fresh, moved, refusal, _said(llm, stage=True)
 
 
 def test_experts_into_kernels_that_pack_them(tmp_path: Path) -> None:
     first, second = (engines.checkpoint(tmp_path / f"moe-{seed}", "qwen3_moe", seed) for seed in (1, 2))
     at = [engines.address() for _ in range(3)]
     *workers, _ = run(3, _into_kernels, "qwen3_moe", first, second, at, init=False, timeout=TIMEOUT_S)
-    for fresh, moved, refusal in workers:
+    for fresh, moved, refusal, _ in workers:
         _check(fresh, moved)
         assert "w13_weight (expert kernels of backend CPU rearrange it in its own shape)" in refusal
         assert "bind with stage=True" in refusal
+    _assert_described("qwen3_moe", [said for *_, said in workers], tp=2, dp=1, ep=1, etp=2)
 
 
 def _written(rank: int, world_size: int, family: str, dtype: str, folders: list[Path], at: list[str]) -> Any:

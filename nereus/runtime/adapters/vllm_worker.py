@@ -24,6 +24,7 @@ from nereus.runtime.adapters.base import BindError, Binding
 from nereus.runtime.adapters.joint import join_group, leave_group
 from nereus.runtime.adapters.vllm import VllmAdapter, checksums
 from nereus.runtime.adapters.whole import pieces
+from nereus.runtime.coordinates import Coordinates, from_vllm
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
 
@@ -39,6 +40,10 @@ class NereusWorker:
         """This worker's ``RankState`` as plain values (``state_of`` reads it). With ``stage`` what it wants; without,
         what it can be read for, which is refused where kernels rearranged weights."""
         return asdict(self._nereus_adapter(stage=stage).bind().state)
+
+    def nereus_coordinates(self) -> dict[str, Any]:
+        """Where this worker stands in its engine, as plain values (``coordinates_of`` reads it)."""
+        return asdict(from_vllm(self._nereus_model()))
 
     def nereus_join(self, address: str, first_rank: int, size: int, name: str, timeout_s: float = 60.0) -> int:
         """Enter a group of ``size`` processes over several jobs as ``first_rank`` + this worker's number; the rank."""
@@ -183,6 +188,12 @@ def state_of(plain: dict[str, Any]) -> RankState:
         derived=tuple(plain["derived"]),
         caches=tuple(plain["caches"]),
     )
+
+
+def coordinates_of(plain: dict[str, Any]) -> Coordinates:
+    """The ``Coordinates`` that ``nereus_coordinates`` wrote out."""
+    values: dict[str, Any] = {axis: None if value is None else tuple(value) for axis, value in plain.items()}
+    return Coordinates(**values)
 
 
 def update(llm: Any, version: int, *, deadline_s: float = 60.0) -> list[dict[str, int]]:
