@@ -19,6 +19,8 @@ PY ?= python3.12
 FRAMEWORKS_VENV ?= .venv-frameworks
 MEGATRON ?= megatron-core==0.19.2
 PYTEST_ARGS ?=
+# What to give the benchmark suite: --full, --only WORD, --write, ...
+BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check
@@ -38,7 +40,7 @@ help:
 	@echo "make test             every test that needs no framework but torch"
 	@echo "make test-frameworks  tests against megatron-core, vLLM, DeepSpeed and Ray, on CPUs; installs about 4 GB"
 	@echo "make check            lint, formatting, types, import rule, file sizes"
-	@echo "make bench            compile times"
+	@echo "make bench            compile times; transitions against bounds and baselines (BENCH_ARGS=--full: all of them)"
 	@echo "make fmt              format the source"
 	@echo "make test-python      the compiler's tests, without torch, on another Python (PY=python3.12)"
 	@echo "make clean            remove .venv and all that was built"
@@ -93,6 +95,7 @@ fmt: $(DEV_STAMP)
 
 bench: $(RUN_STAMP)
 	$(BIN)/python benchmarks/compile_time.py
+	$(BIN)/python benchmarks/suite.py $(BENCH_ARGS)
 
 # The core and the test tools, no torch: what a laptop has.
 test-python:

@@ -169,7 +169,7 @@ def document(rows: Sequence[Row], refused: Sequence[Refused]) -> str:
             ],
         ),
         "",
-        "Over the transitions that a baseline does (medians, largest in brackets; no transfer of its own where it restarts):",
+        "Over the transitions that a baseline does: medians, largest in brackets; no transfer where it restarts.",
         "",
         *_markdown(
             ("baseline", "cannot", "fails", "memory over", "stop x", "transfer x", "bytes x", "peak x"),

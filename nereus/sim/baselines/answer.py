@@ -35,8 +35,9 @@ class Transfer:
 class Step:
     """What a set of devices does together. ``acquired``, ``released``: bytes per memory space at its begin and end.
 
-    A device begins when it has ended the steps in ``after``. ``takes``, ``gives``: devices owned from begin, until
-    end. Chains run independently of each other; inside a chain steps with a device in common are ordered.
+    A device begins when it has ended the steps in ``after``, or with ``barrier`` when all have. ``takes``, ``gives``:
+    devices owned from begin, until end. Chains run independently of each other; inside a chain steps with a device in
+    common are ordered.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Step:
     released: Mapping[int, int] = field(default_factory=dict)
     fixed_s: float = 0.0
     after: tuple[int, ...] = ()
+    barrier: bool = False
     chain: int = 0
     takes: tuple[int, ...] = ()
     gives: tuple[int, ...] = ()

@@ -110,6 +110,7 @@ class FirstReplica:
                 released=positive(written + gathered + np.where(in_gpus, 0, gone)),
                 fixed_s=ENGINE_START_S if engines else SPAWN_S,
                 after=(1,),
+                barrier=True,
             ),
         )
         groups = problem.life.seconds("build-groups")

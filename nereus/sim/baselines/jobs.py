@@ -74,8 +74,11 @@ def job_of(answer: Answer) -> Job:
         begin: dict[int, int] = {}
         takes, gives = set(step.takes), set(step.gives)
         hosts = _devices_of_hosts(answer, step.devices)
+        joined: tuple[int, ...] = ()
+        if step.barrier:
+            joined = (rows.add(f"{step.name} barrier", after=tuple(op for n in step.after for op in ends[n].values())),)
         for device in step.devices:
-            after = tuple(ends[number][device] for number in step.after if device in ends[number])
+            after = joined or tuple(ends[number][device] for number in step.after if device in ends[number])
             at = rows.add(
                 f"{step.name} begin {device}",
                 after=after,

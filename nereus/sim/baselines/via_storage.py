@@ -84,6 +84,7 @@ class ViaStorage:
                     acquired=positive(after),
                     fixed_s=RESTART_S,
                     after=(0,),
+                    barrier=True,
                 ),
             ),
             base_bytes=before,
