@@ -162,7 +162,7 @@ def check_sources(diff: Diff, schedule: Schedule) -> Finding:
             return _source_finding(diff, table, bad, num_cells, scale)
         relayed = [(i, m) for i, m in numbered if m.after]
         for i, move in relayed:
-            if any(schedule.wave[a] >= schedule.wave[i] or schedule.moves[a].dst != move.src for a in move.after):
+            if any(not _later(schedule, a, i) or schedule.moves[a].dst != move.src for a in move.after):
                 return Finding(name="sources", holds=False, evidence=f"move {i} relays before it received")
         # The move's number stands for the place: each relay against what its own predecessors brought.
         received = _Rows.gather((i, schedule.moves[a].intervals) for i, m in relayed for a in m.after)
@@ -177,6 +177,17 @@ def check_sources(diff: Diff, schedule: Schedule) -> Finding:
         holds=True,
         evidence=f"{len(schedule.moves):,} moves read held or verified bytes, {relays:,} of them relays",
     )
+
+
+def _later(schedule: Schedule, before: int, after: int) -> bool:
+    """Whether each element of move ``after`` travels in a later wave than in move ``before``. Slices of equal
+    intervals in equal numbers are the same elements, one by one; otherwise all of the first must be there."""
+    wave, slices = schedule.wave, schedule.slices
+    first, then = schedule.moves[before].intervals, schedule.moves[after].intervals
+    same = slices[before] == slices[after] and all(
+        np.array_equal(a, b) for a, b in ((first.cell, then.cell), (first.start, then.start), (first.stop, then.stop))
+    )
+    return wave[after] > wave[before] + (0 if same else slices[before] - 1)
 
 
 def _source_finding(diff: Diff, table: AtomTable, point: int, num_cells: int, scale: int) -> Finding:
@@ -210,11 +221,12 @@ def _outside(rows: _Rows, held: _Rows, num_cells: int, scale: int) -> int | None
 def check_order(dag: Dag, schedule: Schedule) -> Finding:
     """One total order: the numbering. Every edge goes up, so the earliest unfinished operation can always proceed;
     verify follows move; windows hold; every move waits for nothing of its own or a later wave."""
-    if len(dag.edges) and not bool((dag.edges[:, 0] < dag.edges[:, 1]).all()):
+    every = np.concatenate((dag.edges, dag.slice_edges))
+    if not bool((every[:, 0] < every[:, 1]).all()):
         return Finding(name="order", holds=False, evidence="an edge goes down: the order has a cycle")
     waves = dag.wave[dag.edges]
     timed = (waves >= 0).all(axis=1)
-    if len(waves) and bool((waves[timed][:, 0] > waves[timed][:, 1]).any()):
+    if bool((waves[timed][:, 0] > waves[timed][:, 1]).any()):
         return Finding(name="order", holds=False, evidence="an operation waits for one of a later wave")
     num_moves = int((dag.kind == MOVE).sum())
     if num_moves != len(schedule.moves) or int((dag.kind == VERIFY).sum()) != num_moves:
@@ -227,16 +239,22 @@ def check_order(dag: Dag, schedule: Schedule) -> Finding:
 def check_windows(schedule: Schedule, num_devices: int, staging_bytes: IntArray) -> Finding:
     """No device posts more per direction and wave than a window (one storage larger than it travels alone), nor more
     both ways together than the staging that its memory was planned with."""
-    crossing = np.array([m.link != LOCAL for m in schedule.moves], dtype=bool)
-    size = np.array([m.num_bytes for m in schedule.moves], dtype=np.int64)[crossing]
-    wave = np.array(schedule.wave, dtype=np.int64)[crossing]
+    crossing = [i for i, m in enumerate(schedule.moves) if m.link != LOCAL]
+    slices = np.array([schedule.slices[i] for i in crossing], dtype=np.int64)
+    row = np.repeat(np.array(crossing, dtype=np.int64), slices)
+    part = np.arange(len(row)) - np.repeat(np.cumsum(slices) - slices, slices)
+    wave = np.array(schedule.wave, dtype=np.int64)[row] + part
+    numel = np.array([m.intervals.numel for m in schedule.moves], dtype=np.int64)
+    width = np.array([m.num_bytes for m in schedule.moves], dtype=np.int64) // np.maximum(numel, 1)
+    count = np.array(schedule.slices, dtype=np.int64)[row]
+    size = (numel[row] * (part + 1) // count - numel[row] * part // count) * width[row]
     posted = []
     for ends in ([m.src for m in schedule.moves], [m.dst for m in schedule.moves]):
-        device = np.array(ends, dtype=np.int64)[crossing] % num_devices
+        device = np.array(ends, dtype=np.int64)[row] % num_devices
         key, where = np.unique(device * (schedule.num_waves + 1) + wave, return_inverse=True)
         posted.append((key // (schedule.num_waves + 1), np.bincount(where, weights=size).astype(np.int64)))
     worst = max((int(load.max(initial=0)) for _, load in posted), default=0)
-    limit = max(schedule.window_bytes, int(size.max(initial=0)))
+    limit = max(schedule.window_bytes, int(width.max(initial=0)))
     need = np.zeros(num_devices, dtype=np.int64)
     for device, load in posted:
         most = np.zeros(num_devices, dtype=np.int64)

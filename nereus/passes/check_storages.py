@@ -107,11 +107,26 @@ def check_edges(dag: Dag, schedule: Schedule, num_devices: int) -> Finding:
     if len(bad):
         return Finding(name=name, holds=False, evidence=f"the verify of move {int(bad[0])} does not follow it")
     posts = {(int(dag.device[o]), int(dag.wave[o])): o for o in np.flatnonzero(dag.kind == POST).tolist()}
+    # Reversible: one post acquires all that a device gets; who gets nothing follows the agreement on the digest.
+    sliced = schedule.mode == "reversible"
+    otherwise = posts.get((-1, -1), -1) if sliced else -1
     for ends in ([m.src for m in schedule.moves], [m.dst for m in schedule.moves]):
-        of_rank = [posts.get((end % num_devices, wave), -1) for end, wave in zip(ends, schedule.wave, strict=True)]
+        of_rank = [
+            posts.get((end % num_devices, 0 if sliced else wave), otherwise)
+            for end, wave in zip(ends, schedule.wave, strict=True)
+        ]
         bad = lacking(np.array(of_rank, dtype=np.int64), moves)
         if len(bad):
             return Finding(name=name, holds=False, evidence=f"move {int(bad[0])} does not follow a post of its ranks")
+    if sliced:  # in tight mode a relay follows its rank's posts, and they all that came before
+        relays = np.array([(a, i) for i, m in enumerate(schedule.moves) for a in m.after], dtype=np.int64)
+        first, then = relays.reshape(-1, 2).T
+        by_slice = dag.slice_edges[:, 0] * dag.num_ops + dag.slice_edges[:, 1]
+        known = np.concatenate((keys, by_slice))
+        bad = np.flatnonzero(~np.isin(verifies[first] * dag.num_ops + moves[then], known))
+        if len(bad):
+            what = f"move {int(then[bad[0]])} does not follow the verify of what it relays"
+            return Finding(name=name, holds=False, evidence=what)
     predecessors = _Predecessors(dag)
     (commit,) = np.flatnonzero(dag.kind == COMMIT).tolist()
     checked = [(commit, int(dag.wave.max(initial=0)))]

@@ -86,11 +86,12 @@ def transition_digest(old: Plan, new: Plan, schedule: Schedule) -> str:
 
 
 def schedule_digest(digest: hashlib._Hash, schedule: Schedule) -> str:
-    """``digest`` of what the schedule was made from, and every move with its wave."""
+    """``digest`` of what the schedule was made from, and every move with its waves."""
     digest.update(schedule.mode.encode())
     head = [
         (
             wave,
+            slices,
             m.src,
             m.dst,
             m.table,
@@ -98,7 +99,7 @@ def schedule_digest(digest: hashlib._Hash, schedule: Schedule) -> str:
             -1 if m.slots is None else sum(1 << i for i in m.slots),
             len(m.intervals),
         )
-        for m, wave in zip(schedule.moves, schedule.wave, strict=True)
+        for m, wave, slices in zip(schedule.moves, schedule.wave, schedule.slices, strict=True)
     ]
     digest.update(np.array(head, dtype=np.int64).tobytes())
     for move in schedule.moves:

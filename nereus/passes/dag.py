@@ -12,7 +12,7 @@ import numpy as np
 
 from nereus.ir.holdings import Topology
 from nereus.ir.layout import IntArray
-from nereus.ir.schedule import Schedule, StorageKey
+from nereus.ir.schedule import Schedule, StorageKey, follows_slice_by_slice
 from nereus.passes.lifecycle import Lifecycle
 
 KINDS = (
@@ -35,7 +35,11 @@ QUIESCE, ENGINE_START, SPAWN, BUILD_GROUPS, POST, MOVE, VERIFY, RELEASE, COMMIT,
 class Dag:
     """``kind``, ``device`` (-1: all), ``wave`` (-1: none), ``acquired`` and ``released`` bytes per op, ``item`` (move
     or life-cycle number); ``edges[:, 0]`` before ``edges[:, 1]``. Ops are numbered in one total order, so every edge
-    goes up."""
+    goes up.
+
+    A move of several slices is one operation that lasts several waves. ``slice_edges``: slice k of the second follows
+    slice k of the first; a rank posts wave k + 1 when its part of wave k is complete holds for all and is not written
+    out."""
 
     kind: IntArray
     device: IntArray
@@ -45,6 +49,7 @@ class Dag:
     acquired: IntArray
     released: IntArray
     edges: IntArray
+    slice_edges: IntArray
 
     @property
     def num_ops(self) -> int:
@@ -52,7 +57,7 @@ class Dag:
 
     @property
     def num_edges(self) -> int:
-        return len(self.edges)
+        return len(self.edges) + len(self.slice_edges)
 
 
 class _Builder:
@@ -89,23 +94,18 @@ def build_dag(
 ) -> Dag:
     """``new_bytes`` / ``old_bytes``: per space, all storages that come / go (reversible mode). ``acquire_bytes`` /
     ``release_bytes``: (space, bytes) of single storages (tight mode)."""
+    if schedule.mode == "reversible":
+        return _reversible_dag(schedule, life, topology, new_bytes, old_bytes)
     build = _Builder()
     num_devices = topology.num_devices
-    quiesce = build.op(QUIESCE)
-    kinds = {"engine-start": ENGINE_START, "spawn": SPAWN, "build-groups": BUILD_GROUPS}
-    setup = [
-        build.op(kinds[op.kind], device=op.devices[0], item=number, after=() if op.background else (quiesce,))
-        for number, op in enumerate(life.ops)
-        if op.kind in kinds
-    ]
-    ready = build.op(POST, after=(quiesce, *setup))  # all participants agree on the digest before byte one
+    ready = _set_up(build, life)
     last: dict[int, int] = {}  # device -> its last post or release
     open_moves: dict[int, list[int]] = {}  # device -> verifies of its current wave
     verified: list[int] = [-1] * len(schedule.moves)
     by_wave: list[list[int]] = [[] for _ in range(schedule.num_waves)]
     for number, wave in enumerate(schedule.wave):
         by_wave[wave].append(number)
-    acquires, releases = _per_wave(schedule, new_bytes, acquire_bytes, release_bytes)
+    acquires, releases = _per_wave(schedule, acquire_bytes, release_bytes)
     waves = max(schedule.num_waves, 1 if acquires else 0)
     everything: list[int] = []
     host_releases: dict[int, list[tuple[int, int]]] = {}  # space -> (wave, release)
@@ -164,38 +164,114 @@ def build_dag(
             open_moves.clear()
     released = [op for found in host_releases.values() for _, op in found]
     commit = build.op(COMMIT, after=tuple(dict.fromkeys((ready, *everything, *last.values(), *released))))
-    ends = [commit]
-    if schedule.mode == "reversible":
-        for space in np.flatnonzero(old_bytes).tolist():
-            device = space if space < num_devices else -1
-            ends.append(build.op(RELEASE, device=device, space=space, released=int(old_bytes[space]), after=(commit,)))
+    _finish(build, life, commit, ())
+    return _dag(np.array(build.rows, dtype=np.int64), np.array(build.edges, dtype=np.int64), _NO_EDGES)
+
+
+def _set_up(build: _Builder, life: Lifecycle) -> int:
+    """Everything before byte one; the operation at which all participants agree on the digest."""
+    quiesce = build.op(QUIESCE)
+    kinds = {"engine-start": ENGINE_START, "spawn": SPAWN, "build-groups": BUILD_GROUPS}
+    setup = [
+        build.op(kinds[op.kind], device=op.devices[0], item=number, after=() if op.background else (quiesce,))
+        for number, op in enumerate(life.ops)
+        if op.kind in kinds
+    ]
+    return build.op(POST, after=(quiesce, *setup))
+
+
+def _finish(build: _Builder, life: Lifecycle, commit: int, releases: tuple[int, ...]) -> None:
+    ends = [commit, *releases]
     for number, op in enumerate(life.ops):
         if op.kind == "retire":
             ends.append(build.op(RETIRE, device=op.devices[0], item=number, after=(commit,)))
     build.op(RESUME, after=tuple(ends))
-    table = np.array(build.rows, dtype=np.int64)
+
+
+def _reversible_dag(
+    schedule: Schedule, life: Lifecycle, topology: Topology, new_bytes: IntArray, old_bytes: IntArray
+) -> Dag:
+    """Everything is acquired, everything moves, all commit, everything old goes."""
+    build = _Builder()
+    num_devices = topology.num_devices
+    ready = _set_up(build, life)
+    post_of_space = np.full(len(new_bytes), ready, dtype=np.int64)
+    for space in np.flatnonzero(new_bytes).tolist():
+        device = space if space < num_devices else -1
+        post_of_space[space] = build.op(
+            POST, device=device, wave=0, space=space, acquired=int(new_bytes[space]), after=(ready,)
+        )
+    first, count = len(build.rows), len(schedule.moves)
+    moves = np.zeros((2 * count, len(build.rows[0])), dtype=np.int64)
+    places = np.array([(m.src, m.dst) for m in schedule.moves], dtype=np.int64).reshape(-1, 2)
+    ends = places % num_devices
+    to_host = np.flatnonzero(places[:, 1] >= num_devices)
+    host_space = num_devices + topology.node_of[ends[to_host, 1]]
+    wave = np.array(schedule.wave, dtype=np.int64)
+    moves[0::2, 0], moves[1::2, 0] = MOVE, VERIFY
+    moves[0::2, 1], moves[1::2, 1] = ends[:, 0], ends[:, 1]
+    moves[0::2, 2], moves[1::2, 2] = wave, wave + np.array(schedule.slices, dtype=np.int64) - 1
+    moves[:, 3] = np.repeat(np.arange(count), 2)
+    moves[:, 4] = -1
+    # Numbered by first wave, so that every edge goes up.
+    order = np.lexsort((np.arange(count), wave))
+    position = np.empty(count, dtype=np.int64)
+    position[order] = np.arange(count)
+    moves = moves[np.stack((2 * order, 2 * order + 1), axis=1).reshape(-1)]
+    number_of_move, number_of_verify = first + 2 * position, first + 2 * position + 1
+    relays = np.array(
+        [(a, i, follows_slice_by_slice(schedule, a, i)) for i, m in enumerate(schedule.moves) for a in m.after],
+        dtype=np.int64,
+    ).reshape(-1, 3)
+    sliced = relays[:, 2] > 0
+    chain = np.stack((number_of_verify[relays[:, 0]], number_of_move[relays[:, 1]]), axis=1)
+    last = _Builder()
+    last.rows = [build.rows[0]] * (first + 2 * count)  # only their number matters
+    commit = last.op(COMMIT, after=tuple(np.unique(post_of_space).tolist()))
+    releases = []
+    for space in np.flatnonzero(old_bytes).tolist():
+        device = space if space < num_devices else -1
+        releases.append(last.op(RELEASE, device=device, space=space, released=int(old_bytes[space]), after=(commit,)))
+    _finish(last, life, commit, tuple(releases))
+    edges = np.concatenate(
+        (
+            np.array(build.edges, dtype=np.int64).reshape(-1, 2),
+            np.stack((post_of_space[ends[:, 0]], number_of_move), axis=1),
+            np.stack((post_of_space[ends[:, 1]], number_of_move), axis=1),
+            np.stack((post_of_space[host_space], number_of_move[to_host]), axis=1),
+            np.stack((number_of_move, number_of_verify), axis=1),
+            chain[~sliced],
+            np.stack((number_of_verify, np.full(count, commit)), axis=1),
+            np.array(last.edges, dtype=np.int64).reshape(-1, 2),
+        )
+    )
+    rows = np.concatenate((np.array(build.rows, dtype=np.int64), moves, np.array(last.rows[first + 2 * count :])))
+    return _dag(rows, edges, chain[sliced])
+
+
+_NO_EDGES = np.zeros((0, 2), dtype=np.int64)
+
+
+def _dag(rows: IntArray, edges: IntArray, slice_edges: IntArray) -> Dag:
     return Dag(
-        kind=table[:, 0],
-        device=table[:, 1],
-        wave=table[:, 2],
-        item=table[:, 3],
-        space=table[:, 4],
-        acquired=table[:, 5],
-        released=table[:, 6],
-        edges=np.array(build.edges, dtype=np.int64).reshape(-1, 2),
+        kind=rows[:, 0],
+        device=rows[:, 1],
+        wave=rows[:, 2],
+        item=rows[:, 3],
+        space=rows[:, 4],
+        acquired=rows[:, 5],
+        released=rows[:, 6],
+        edges=edges.reshape(-1, 2),
+        slice_edges=slice_edges,
     )
 
 
 def _per_wave(
     schedule: Schedule,
-    new_bytes: IntArray,
     acquire_bytes: dict[StorageKey, tuple[int, int]],
     release_bytes: dict[StorageKey, tuple[int, int]],
 ) -> tuple[dict[int, dict[int, int]], dict[int, dict[int, int]]]:
     """wave -> space -> bytes, acquired and released."""
-    if schedule.mode == "reversible":
-        all_new = {space: int(new_bytes[space]) for space in np.flatnonzero(new_bytes).tolist()}
-        return ({0: all_new} if all_new else {}), {}
     acquires: dict[int, dict[int, int]] = {}
     releases: dict[int, dict[int, int]] = {}
     for waves, sizes, result in (

@@ -82,35 +82,39 @@ class _Emitter:
     # Moves
 
     def _messages(self) -> None:
-        """One message per (peer, wave, direction), its moves in their order."""
-        outgoing: dict[tuple[int, int], list[int]] = {}
-        incoming: dict[tuple[int, int], list[int]] = {}
+        """One message per (peer, wave, direction): slices of moves, in the moves' order."""
+        outgoing: dict[tuple[int, int], list[Blocks]] = {}
+        incoming: dict[tuple[int, int], list[Blocks]] = {}
+        tags: dict[tuple[int, int, int], int] = {}  # (wave, source, destination) -> the first slice's
         schedule = self.transition.schedule
         for number in self.transition.moves_of_device(self.device):
-            move, wave = schedule.moves[number], schedule.wave[number]
+            move, wave, count = schedule.moves[number], schedule.wave[number], schedule.slices[number]
             src, dst = move.src % self.num_devices, move.dst % self.num_devices
-            if src == self.device:
-                outgoing.setdefault((wave, dst), []).append(number)
-            if dst == self.device:
-                incoming.setdefault((wave, src), []).append(number)
+            for part, intervals in enumerate(move.intervals.split(count)):
+                at = wave + part
+                tags.setdefault((at, src, dst), at * len(schedule.moves) + number)
+                if src == self.device:
+                    # A relay sends what it received into its new storages; everyone else what it held before.
+                    blocks = self._blocks(move, intervals, move.src, old=not move.after)
+                    outgoing.setdefault((at, dst), []).extend(blocks)
+                if dst == self.device:
+                    blocks = self._blocks(move, intervals, move.dst, old=False)
+                    incoming.setdefault((at, src), []).extend(blocks)
         devices = self.transition.topology.devices
-        for (wave, peer), numbers in sorted(outgoing.items()):
-            # A relay sends what it received into its new storages; everyone else what it held before.
-            moves = [schedule.moves[number] for number in numbers]
-            blocks = _join([b for move in moves for b in self._blocks(move, move.src, old=not move.after)])
-            self.sends[wave].append(Message(tag=numbers[0], peer=devices[peer], blocks=blocks))
-        for (wave, peer), numbers in sorted(incoming.items()):
-            moves = [schedule.moves[number] for number in numbers]
-            blocks = _join([b for move in moves for b in self._blocks(move, move.dst, old=False)])
-            for storage in np.unique(blocks.table[:, 0]).tolist():
+        for (wave, peer), parts in sorted(outgoing.items(), key=lambda entry: entry[0]):
+            tag = tags[wave, self.device, peer]
+            self.sends[wave].append(Message(tag=tag, peer=devices[peer], blocks=_join(parts)))
+        for (wave, peer), parts in sorted(incoming.items(), key=lambda entry: entry[0]):
+            blocks_in = _join(parts)
+            for storage in np.unique(blocks_in.table[:, 0]).tolist():
                 self._written(self.storages.keys[storage], wave)
-            self.receives[wave].append(Message(tag=numbers[0], peer=devices[peer], blocks=blocks))
+            self.receives[wave].append(Message(tag=tags[wave, peer, self.device], peer=devices[peer], blocks=blocks_in))
 
     def _written(self, key: LocalKey, wave: int) -> None:
         self.ready[key] = max(self.ready.get(key, 0), wave)
 
-    def _blocks(self, move: Move, place: int, *, old: bool) -> list[Blocks]:
-        """Blocks of a move on this device, slot after slot, each from the first state set that has it.
+    def _blocks(self, move: Move, intervals: Intervals, place: int, *, old: bool) -> list[Blocks]:
+        """Blocks of a part of a move on this device, slot after slot, each from the first state set that has it.
 
         Their order is the region's, whichever set a row comes from, so that both ends of a message agree.
         """
@@ -118,9 +122,9 @@ class _Emitter:
         slots = table.slots if move.slots is None else tuple(table.slots[i] for i in move.slots)
         cells, candidates = self._cells(move.table), self.storages.holding(move.table, place, old=old)
         if len(candidates) == 1:
-            return [candidates[0][0].blocks(slot, cells, move.intervals) for slot in slots]
+            return [candidates[0][0].blocks(slot, cells, intervals) for slot in slots]
         parts: list[tuple[int, int, int, LocalSet]] = []
-        rest = move.intervals
+        rest = intervals
         for local, held in candidates:
             common = rest.intersect(held)
             parts += [(*row, local) for row in common.rows()]

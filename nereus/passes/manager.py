@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from nereus.passes.place import Place
 from nereus.passes.route import Route
-from nereus.passes.schedule import ListSchedule
+from nereus.passes.schedule import WaveSchedule
 
 #: (pass name, what it produced): called after every pass.
 Hook = Callable[[str, object], None]
@@ -25,16 +25,13 @@ class Pipeline:
 
     place: Place = field(default_factory=Place)
     route: Route = field(default_factory=Route)
-    schedule: ListSchedule = field(default_factory=ListSchedule)
+    schedule: WaveSchedule = field(default_factory=WaveSchedule)
     mode: str = "auto"
 
     def with_window(self, window_bytes: int) -> Pipeline:
-        """The same with smaller windows, and pieces that fit into them."""
-        return replace(
-            self,
-            route=replace(self.route, piece_bytes=min(self.route.piece_bytes, window_bytes)),
-            schedule=replace(self.schedule, window_bytes=min(self.schedule.window_bytes, window_bytes)),
-        )
+        """The same with smaller windows."""
+        schedule = replace(self.schedule, window_bytes=min(self.schedule.window_bytes, window_bytes))
+        return replace(self, schedule=schedule)
 
     def __str__(self) -> str:
         """Text form: passes in order, options that differ from their defaults in braces; parses back."""
@@ -70,7 +67,7 @@ ABOUT: Mapping[str, str] = {
     "lifecycle": "engines to start, processes to spawn, communicators to build",
     "route": "who sends what to whom: node first, least loaded, relays",
     "memory": "bytes per memory space and phase; whether the old plan can stay whole until commit",
-    "schedule": "waves, storages, predicted time; tight mode releases as it goes",
+    "schedule": "slices and waves, storages, predicted time; tight mode releases as it goes",
     "emit": "the program of every participant",
     "check": "independent verifier: coverage, sources, order, windows, bytes, memory on any timing",
 }

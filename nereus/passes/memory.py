@@ -14,7 +14,7 @@ import numpy as np
 from nereus.ir.holdings import Topology
 from nereus.ir.layout import IntArray
 from nereus.ir.plan import Slot
-from nereus.ir.transition import LOCAL
+from nereus.ir.schedule import MoveColumns, Schedule, posted_bytes, schedule_parts
 from nereus.passes.lifecycle import Lifecycle
 from nereus.passes.route import Routed
 from nereus.passes.storages import StorageMap
@@ -94,38 +94,26 @@ class MemoryPlan:
         return max(self.reversible, key=lambda name: int(self.reversible[name][space]))
 
 
-def plan_memory(
-    storages: StorageMap, life: Lifecycle, routed: Routed, topology: Topology, window_bytes: int
-) -> MemoryPlan:
-    """``window_bytes``: most that a device sends, and receives, in one wave (the schedule's). Staging is one each
-    way."""
+def plan_memory(storages: StorageMap, life: Lifecycle, staging: IntArray, topology: Topology) -> MemoryPlan:
+    """``staging``: bytes per device of what it packs and unpacks, at most, in one wave."""
     state = state_bytes(storages, topology)
-    num_devices, num_nodes = topology.num_devices, len(topology.nodes)
+    num_nodes = len(topology.nodes)
 
     def spaces(per_device: IntArray) -> IntArray:
         return np.concatenate((per_device, np.zeros(num_nodes, dtype=np.int64)))
 
     before = spaces(np.array(life.before_bytes, dtype=np.int64))
     after = spaces(np.array(life.after_bytes, dtype=np.int64))
-    starting, asleep, lasting = (np.zeros_like(before) for _ in range(3))
+    starting, asleep, spawned, lasting = (np.zeros_like(before) for _ in range(4))
     for op in life.ops:
         for device, running, stays in zip(op.devices, op.running_bytes, op.after_bytes, strict=True):
             if op.kind == "engine-start":  # one after the other on a device; those started before sleep
                 starting[device] = max(starting[device], asleep[device] + running)
                 asleep[device] += stays
+            elif op.kind == "spawn":  # it may be there before the engines start
+                spawned[device] += stays
             lasting[device] += stays
-    sent, received = np.zeros(num_devices, dtype=np.int64), np.zeros(num_devices, dtype=np.int64)
-    # A move larger than the window travels alone: then it, not the window, is what a wave stages.
-    out_window, in_window = np.full_like(sent, window_bytes), np.full_like(sent, window_bytes)
-    for move in routed.moves:
-        if move.link == LOCAL:
-            continue
-        src, dst = move.src % num_devices, move.dst % num_devices
-        sent[src] += move.num_bytes
-        received[dst] += move.num_bytes
-        out_window[src] = max(out_window[src], move.num_bytes)
-        in_window[dst] = max(in_window[dst], move.num_bytes)
-    staging = np.minimum(sent, out_window) + np.minimum(received, in_window)
+    starting = np.where(starting > 0, starting + spawned, 0)
     at_boundary = state.kept + state.old + before
     transfer = at_boundary + lasting + spaces(staging)
     capacity = np.array(
@@ -149,3 +137,23 @@ def plan_memory(
         tight_bound=np.maximum(tight, at_boundary + starting),
         tight_base=transfer,
     )
+
+
+def window_staging(routed: Routed, window_bytes: int) -> IntArray:
+    """Staging per device where waves are not known yet: a window each way, or all that it sends and receives."""
+    columns = MoveColumns.of(routed.moves)
+    num_devices = routed.links.num_devices
+    total = np.zeros(num_devices, dtype=np.int64)
+    for ends in (columns.src, columns.dst):
+        load = np.zeros(num_devices, dtype=np.int64)
+        np.add.at(load, ends % num_devices, columns.num_bytes * columns.crosses)
+        total += np.minimum(load, window_bytes)
+    return total
+
+
+def schedule_staging(schedule: Schedule, num_devices: int) -> IntArray:
+    """Staging per device: the most that it sends in one wave and the most that it receives."""
+    columns = MoveColumns.of(schedule.moves)
+    part = schedule_parts(schedule, columns)
+    sent, received = posted_bytes(columns, part, num_devices, schedule.num_waves)
+    return sent + received

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from nereus.ir.diagnostic import DiagnosticError, Severity
 from nereus.ir.holdings import Topology, join_clusters
+from nereus.ir.layout import IntArray
 from nereus.ir.plan import Plan
 from nereus.ir.schedule import Schedule, StorageKey
 from nereus.ir.units import MIB
@@ -24,10 +26,11 @@ from nereus.passes.hold import hold
 from nereus.passes.lifecycle import Lifecycle, lifecycle
 from nereus.passes.lower import lower
 from nereus.passes.manager import Hook, Instrument, Pipeline
-from nereus.passes.memory import MemoryPlan, plan_memory
+from nereus.passes.memory import MemoryPlan, plan_memory, schedule_staging, window_staging
 from nereus.passes.place import pin
 from nereus.passes.route import Routed
 from nereus.passes.storages import StorageMap
+from nereus.passes.stripes import cut_moves
 from nereus.passes.tight import Stuck, tight_schedule
 from nereus.passes.verify import verify_each
 
@@ -76,12 +79,7 @@ def compile_transition(
     life = run("lifecycle", lambda: lifecycle(old, new, topology))
     storages = StorageMap(old_holdings, new_holdings, topology)
     routed = run("route", lambda: pipeline.route.apply(difference))
-    memory = run("memory", lambda: plan_memory(storages, life, routed, topology, pipeline.schedule.window_bytes))
-    if pipeline.mode != "tight" and _staging_is_what_does_not_fit(memory):
-        pipeline = pipeline.with_window(SMALL_WINDOW_BYTES)
-        routed = run("route", lambda: pipeline.route.apply(difference))
-        memory = run("memory", lambda: plan_memory(storages, life, routed, topology, pipeline.schedule.window_bytes))
-    schedule = run("schedule", lambda: _schedule(pipeline, difference, storages, routed, life, memory, topology, new))
+    schedule, memory = _schedule(pipeline, instrument, difference, storages, routed, life, topology, new)
     with instrument.timed("check"):
         dag = build_dag(
             schedule,
@@ -145,38 +143,46 @@ def compile_transition(
     return transition
 
 
-def _staging_is_what_does_not_fit(memory: MemoryPlan) -> bool:
-    """Whether the old plan could stay whole if windows, and with them staging, were small."""
-    over = memory.reversible_peak - memory.capacity
-    num_devices = len(memory.staging)
-    spared = memory.staging - 2 * SMALL_WINDOW_BYTES
-    short = np.flatnonzero(over > 0)
-    return len(short) > 0 and bool((short < num_devices).all()) and bool((over[short] <= spared[short]).all())
-
-
 def _schedule(
     pipeline: Pipeline,
+    instrument: Instrument,
     difference: Diff,
     storages: StorageMap,
     routed: Routed,
     life: Lifecycle,
-    memory: MemoryPlan,
     topology: Topology,
     new: Plan,
-) -> Schedule:
+) -> tuple[Schedule, MemoryPlan]:
     """Reversible where it fits (or is asked for), else tight, else a refusal with its witness."""
-    over = memory.reversible_peak - memory.capacity
     if pipeline.mode != "tight":
-        if not bool((over > 0).any()):
-            return pipeline.schedule.apply(routed)
+        waves = pipeline.schedule
+        for window_bytes in dict.fromkeys((waves.window_bytes, min(waves.window_bytes, SMALL_WINDOW_BYTES))):
+            tried = replace(waves, window_bytes=window_bytes)
+            schedule = instrument.run("schedule", lambda tried=tried: tried.apply(routed))  # type: ignore[misc]
+            staging = schedule_staging(schedule, topology.num_devices)
+            memory = instrument.run("memory", lambda at=staging: plan_memory(storages, life, at, topology))  # type: ignore[misc]
+            over = memory.reversible_peak - memory.capacity
+            if not bool((over > 0).any()):
+                return schedule, memory
+            if not _staging_is_what_does_not_fit(over, staging):
+                break
         if pipeline.mode == "reversible":
             raise DiagnosticError([refusals.reversible_does_not_fit(memory, topology, new)])
+    window_bytes = pipeline.schedule.window_bytes
+    cut = replace(routed, moves=tuple(cut_moves(routed.moves, window_bytes)))
+    memory = instrument.run("memory", lambda: plan_memory(storages, life, window_staging(cut, window_bytes), topology))
     if bool((np.maximum(memory.reversible["at engine start"], memory.tight_base) > memory.capacity).any()):
         raise DiagnosticError([refusals.setup_does_not_fit(memory, life, topology, new)])
-    result = tight_schedule(difference, storages, routed, memory, topology, pipeline.schedule.window_bytes)
+    result = tight_schedule(difference, storages, cut, memory, topology, window_bytes)
     if isinstance(result, Stuck):
         raise DiagnosticError([refusals.stuck(result, memory, topology, new)])
-    return result
+    return instrument.run("schedule", lambda: result), memory
+
+
+def _staging_is_what_does_not_fit(over: IntArray, staging: IntArray) -> bool:
+    """Whether the old plan could stay whole if nothing were staged. ``over``: bytes too many per space."""
+    short = np.flatnonzero(over > 0)
+    return bool((short < len(staging)).all()) and bool((over[short] <= staging[short]).all())
 
 
 def _storage_bytes(

@@ -9,7 +9,7 @@ from nereus.ir.described import DescribedLayout
 from nereus.ir.holdings import Holdings, StateSet, Topology
 from nereus.ir.plan import Stage
 from nereus.ir.program import Program
-from nereus.ir.schedule import Schedule
+from nereus.ir.schedule import MoveColumns, Schedule, schedule_parts
 from nereus.ir.transition import LOCAL, Move
 from nereus.ir.units import format_bytes, format_seconds
 from nereus.passes.atoms import AtomTable
@@ -221,14 +221,15 @@ def schedule_lines(schedule: Schedule, topology: Topology) -> Iterator[str]:
         f"{format_bytes(schedule.window_bytes)} a GPU and direction, {format_seconds(schedule.transfer_s)}"
     )
     totals = [[0, 0] for _ in range(schedule.num_waves)]
-    for move, wave in zip(schedule.moves, schedule.wave, strict=True):
+    columns = MoveColumns.of(schedule.moves)
+    for move, wave, num_bytes in zip(*(c.tolist() for c in schedule_parts(schedule, columns)), strict=True):
         totals[wave][0] += 1
-        totals[wave][1] += move.num_bytes if move.link != LOCAL else 0
+        totals[wave][1] += num_bytes * columns.crosses[move]
     for wave, (count, num_bytes) in enumerate(totals[:MAX_ROWS]):
         acquired = sum(1 for number in schedule.acquire.values() if number == wave)
         released = sum(1 for number in schedule.release.values() if number == wave)
         storages = f", acquires {acquired:,} and releases {released:,} storages" if acquired or released else ""
-        yield f"  wave {wave}: {count:,} moves, {format_bytes(num_bytes)}{storages}"
+        yield f"  wave {wave}: {count:,} slices of moves, {format_bytes(int(num_bytes))}{storages}"
     if schedule.num_waves > MAX_ROWS:
         yield f"  and {schedule.num_waves - MAX_ROWS:,} more waves"
 

@@ -1,24 +1,24 @@
 """route: which place sends what to whom.
 
 Node first: a node that lacks bytes takes each of them in once, in one stripe per wanter, and exchanges the stripes
-inside. Sources are the least loaded holders; a node that receives a piece in this transition is a source for the next
-one (pipelined by pieces), which pays where few nodes hold what many want. All moves of one demand together carry each
-of its bytes to each wanter once, so moved bytes equal the bound for the placement.
+inside. Nothing ends before the lower bound, so every port is filled up to it before another is tried: holders by their
+load, then nodes that receive the same bytes (relays, which the schedule pipelines slice by slice), the shallowest
+first. All moves of one demand together carry each of its bytes to each wanter once, so moved bytes equal the bound for
+the placement.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-import numpy as np
-
-from nereus.ir.intervals import Intervals, union
-from nereus.ir.layout import BoolArray, IntArray
+from nereus.ir.intervals import Intervals
 from nereus.ir.transition import INTER, LOCAL, Move
 from nereus.ir.units import MIB
 from nereus.passes.bound import Bounds, bounds
 from nereus.passes.diff import Demand, Diff
-from nereus.passes.links import MESSAGE_S, Links
+from nereus.passes.links import Links
+from nereus.passes.stripes import Stripe, to_moves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +45,8 @@ class Routed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """Options: the largest piece that travels as one move; stripes smaller than ``min_stripe_bytes`` are not cut
-    further."""
+    """``min_stripe_bytes``: stripes smaller than this are not cut further."""
 
-    piece_bytes: int = 512 * MIB
     min_stripe_bytes: int = 1 * MIB
 
     name = "route"
@@ -58,24 +56,15 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class _Delivery:
-    """A part of a piece that a node took in: a place that may relay it."""
+class _Taken:
+    """Elements ``lo..hi`` of a region that ``place`` took in from another node by stripe ``stripe``: it may relay
+    them."""
 
     place: int
-    intervals: Intervals
-    move: int
+    lo: int
+    hi: int
+    stripe: int
     depth: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _ClassPieces:
-    """A class cut into pieces: its interval numbers, where each begins in the class's element order (and the total),
-    the cut positions, and the pieces."""
-
-    numbers: IntArray
-    begins: IntArray
-    cuts: IntArray
-    pieces: list[Intervals]
 
 
 class _Router:
@@ -83,77 +72,63 @@ class _Router:
         self.options = options
         self.diff = diff
         self.links = Links(diff.topology)
+        self.num_devices = self.links.num_devices
         self.bound = bounds(diff, self.links)
+        self.target_s = self.bound.transfer_s
         devices, nodes = diff.topology.num_devices, len(diff.topology.nodes)
         self.ports = Ports(gpu_out=[0.0] * devices, gpu_in=[0.0] * devices, nic_out=[0.0] * nodes, nic_in=[0.0] * nodes)
-        self.moves: list[Move] = []
+        self.stripes: list[Stripe] = []
         self.widths = [table.element_bytes for table in diff.tables]
-        # (table, class, piece) -> node -> what it took in
-        self.relays: dict[tuple[int, int, int], dict[int, list[_Delivery]]] = {}
+        self.regions: list[Intervals] = []
+        self.region_of: dict[tuple[int, bytes], int] = {}
+        # region -> node -> what it took in
+        self.taken: dict[int, dict[int, list[_Taken]]] = {}
         self.holders_by_node: dict[tuple[int, int], dict[int, list[int]]] = {}
-        self.class_pieces: dict[tuple[int, int], _ClassPieces] = {}
-        # The piece is kept beside its stripes: an id names it only while it lives.
-        self.stripes: dict[tuple[int, int], tuple[Intervals, list[Intervals]]] = {}
 
     def run(self) -> Routed:
-        tables = self.diff.tables
-        self.regions = [Intervals(t.cell, t.start, t.stop) for t in tables]
-        # Demands with least choice first, among equals the large ones: what can go either way then fills the other
-        # ports.
-        for demand in sorted(
-            self.diff.demands,
-            key=lambda d: (min(len(self._holders(d)), 2), -d.num_bytes, d.table, d.cls, d.node, d.wanters),
-        ):
+        for demand in self._order():
             self._route(demand)
-        return Routed(moves=tuple(self.moves), ports=self.ports, links=self.links, bound=self.bound)
+        moves = to_moves(self.stripes, self.regions, self.widths)
+        return Routed(moves=tuple(moves), ports=self.ports, links=self.links, bound=self.bound)
 
-    def _region(self, table: int, intervals: IntArray | BoolArray) -> Intervals:
-        whole = self.regions[table]
-        return Intervals(whole.cell[intervals], whole.start[intervals], whole.stop[intervals])
+    def _order(self) -> list[Demand]:
+        """Bytes that several nodes want go to one of them first, which can then relay them: to the one that had least
+        to send so far. What can come from few holders goes before what has a choice, large before small."""
+        by_class: dict[tuple[int, int], list[Demand]] = {}
+        for demand in self.diff.demands:
+            by_class.setdefault((demand.table, demand.cls), []).append(demand)
+        first: list[Demand] = []
+        rest: list[Demand] = []
+        expected = [0] * len(self.ports.nic_out)  # bytes that each node holds for others, or is to relay
+        for demands in by_class.values():
+            holders = self._holders(demands[0])
+            for node in holders:
+                expected[node] += max(d.num_bytes for d in demands) // len(holders)
+        for demands in sorted(by_class.values(), key=lambda ds: (-ds[0].num_bytes, ds[0].table, ds[0].cls)):
+            outside = [d for d in demands if d.node not in self._holders(d)]
+            rest += (d for d in demands if d.node in self._holders(d))
+            if outside:
+                chosen = min(outside, key=lambda d: (-d.num_bytes, expected[d.node], d.node))
+                expected[chosen.node] += chosen.num_bytes * (len(outside) - 1)
+                first.append(chosen)
+                rest += (d for d in outside if d is not chosen)
 
-    def _pieces(self, demand: Demand) -> list[tuple[int, Intervals]]:
-        """(number, piece), cut at fixed places of the class, so that what a node takes in is what the next wants.
+        def key(demand: Demand) -> tuple[object, ...]:
+            few = min(len(self._holders(demand)), 2)
+            return few, -demand.num_bytes, demand.table, demand.cls, demand.node, demand.wanters
 
-        A demand is the whole class or lacks a little that its wanters derive: pieces that it has in full are the
-        class's.
-        """
-        if demand.num_bytes <= self.options.piece_bytes:
-            return [(-1, self._region(demand.table, demand.intervals))]
-        whole = self._class_pieces(demand)
-        if len(demand.intervals) == len(whole.numbers):
-            return list(enumerate(whole.pieces))
-        absent = np.flatnonzero(~np.isin(whole.numbers, demand.intervals, assume_unique=True))
-        first = np.searchsorted(whole.cuts, whole.begins[absent], side="right")
-        last = np.searchsorted(whole.cuts, whole.begins[absent + 1], side="left")
-        touched = {number for a, b in zip(first.tolist(), last.tolist(), strict=True) for number in range(a, b + 1)}
-        missing = self._region(demand.table, whole.numbers[absent])
-        result: list[tuple[int, Intervals]] = []
-        for number, piece in enumerate(whole.pieces):
-            part = piece.subtract(missing) if number in touched else piece
-            if len(part):
-                result.append((number, part))
-        return result
+        return [*sorted(first, key=key), *sorted(rest, key=key)]
 
-    def _class_pieces(self, demand: Demand) -> _ClassPieces:
-        key = (demand.table, demand.cls)
-        if key not in self.class_pieces:
+    def _region(self, demand: Demand) -> int:
+        """Number of the demand's region; demands of several nodes for the same intervals share one, so that what one
+        took in is what another wants."""
+        key = (demand.table, demand.intervals.tobytes())
+        if key not in self.region_of:
             table = self.diff.tables[demand.table]
-            numbers = np.flatnonzero(table.cls == demand.cls)
-            whole = self._region(demand.table, numbers)
-            count = -(-whole.numel * table.element_bytes // self.options.piece_bytes)
-            cuts = np.array([whole.numel * i // count for i in range(1, count)], dtype=np.int64)
-            begins = np.concatenate(([0], np.cumsum(whole.stop - whole.start)))
-            self.class_pieces[key] = _ClassPieces(numbers, begins, cuts, whole.cut_at(cuts.tolist()))
-        return self.class_pieces[key]
-
-    def _stripes(self, piece: Intervals, count: int) -> list[Intervals]:
-        """Cut once per piece, so that stripes of several nodes are the same objects and relays match at a glance."""
-        if count == 1:
-            return [piece]
-        key = (id(piece), count)
-        if key not in self.stripes:
-            self.stripes[key] = (piece, piece.split(count))
-        return self.stripes[key][1]
+            rows = demand.intervals
+            self.region_of[key] = len(self.regions)
+            self.regions.append(Intervals(table.cell[rows], table.start[rows], table.stop[rows]))
+        return self.region_of[key]
 
     def _holders(self, demand: Demand) -> dict[int, list[int]]:
         key = (demand.table, demand.cls)
@@ -165,114 +140,165 @@ class _Router:
         return self.holders_by_node[key]
 
     def _route(self, demand: Demand) -> None:
-        """Wanters in one host memory are one: they take the pieces in turns and copy the others' from each other."""
-        gpus = tuple(place for place in demand.wanters if place < self.links.num_devices)
+        """Wanters in one host memory are one: each takes in a part and copies the others' from each other."""
+        gpus = tuple(place for place in demand.wanters if place < self.num_devices)
         hosts = demand.wanters[len(gpus) :]  # ascending: host places follow the GPUs
-        pieces = self._pieces(demand)
+        region = self._region(demand)
+        numel = self.regions[region].numel
         if len(hosts) < 2:
-            for number, piece in pieces:
-                self._route_piece(demand, number, piece)
+            self._deliver(demand, region, demand.wanters, 0, numel)
             return
-        taken: list[list[Intervals]] = [[] for _ in hosts]
-        arrived: list[list[int]] = [[] for _ in hosts]
-        for turn, (number, piece) in enumerate(pieces):
-            at = turn % len(hosts)
-            start = len(self.moves)
-            self._route_piece(replace(demand, wanters=(*gpus, hosts[at])), number, piece)
-            taken[at].append(piece)
-            arrived[at] += (i for i in range(start, len(self.moves)) if self.moves[i].dst == hosts[at])
-        for at, source in enumerate(hosts):
-            if taken[at]:
-                region = union(taken[at])
-                for other in hosts:
-                    if other != source:
-                        self._add(source, other, demand.table, region, tuple(arrived[at]))
+        if gpus:
+            self._deliver(demand, region, gpus, 0, numel)
+        arrived: list[tuple[int, range]] = []
+        for at, host in enumerate(hosts):
+            first = len(self.stripes)
+            self._deliver(demand, region, (host,), numel * at // len(hosts), numel * (at + 1) // len(hosts))
+            arrived.append((host, range(first, len(self.stripes))))
+        for source, numbers in arrived:
+            for number in numbers:
+                stripe = self.stripes[number]
+                if stripe.dst == source:
+                    for other in hosts:
+                        if other != source:
+                            self._add(source, other, demand.table, region, stripe.lo, stripe.hi, number)
 
-    def _route_piece(self, demand: Demand, number: int, piece: Intervals) -> None:
+    def _deliver(self, demand: Demand, region: int, wanters: tuple[int, ...], lo: int, hi: int) -> None:
+        """Elements ``lo..hi`` of the region to every one of ``wanters``."""
+        if hi <= lo:
+            return
         holders = self._holders(demand)
-        if demand.node in holders:
-            for wanter in demand.wanters:
-                self._add(self._nearest(holders[demand.node], wanter), wanter, demand.table, piece, ())
+        inside = holders.get(demand.node)
+        count = len(wanters)
+        num_bytes = (hi - lo) * self.widths[demand.table]
+        if inside is not None and not self._scatter_inside(demand, inside, wanters, num_bytes):
+            for wanter in wanters:
+                for a, b, source in self._fill(inside, wanter, demand.table, lo, hi):
+                    self._add(source, wanter, demand.table, region, a, b, -1)
             return
-        element_bytes = self.widths[demand.table]
-        count = len(demand.wanters)
-        if piece.numel * element_bytes < self.options.min_stripe_bytes * count:
-            stripes = [piece]
-        else:
-            stripes = self._stripes(piece, count)
-        # Rotate who takes the first stripe: it may be a byte larger, and single stripes should not pile up on one
-        # wanter.
-        first = min(range(count), key=lambda i: (self._in_load(demand.wanters[i]), i)) if len(stripes) == 1 else 0
-        taken: list[_Delivery] = []
-        for index, stripe in enumerate(stripes):
-            taken += self._take_in(demand, number, holders, demand.wanters[(first + index) % count], stripe)
-        for delivery in taken:
-            for wanter in demand.wanters:
-                if wanter != delivery.place:
-                    self._add(delivery.place, wanter, demand.table, delivery.intervals, (delivery.move,))
-        relays = self.relays.setdefault((demand.table, demand.cls, number), {})
-        relays.setdefault(demand.node, []).extend(taken)
+        shares = [(lo, hi)]
+        if num_bytes >= self.options.min_stripe_bytes * count:
+            shares = [(lo + (hi - lo) * i // count, lo + (hi - lo) * (i + 1) // count) for i in range(count)]
+        # Single stripes should not pile up on one wanter.
+        first = min(range(count), key=lambda i: (self._in_load(wanters[i]), i)) if len(shares) == 1 else 0
+        taken: list[_Taken] = []
+        for index, (a, b) in enumerate(shares):
+            wanter = wanters[(first + index) % count]
+            if inside is not None:
+                for x, y, source in self._fill(inside, wanter, demand.table, a, b):
+                    number = self._add(source, wanter, demand.table, region, x, y, -1)
+                    taken.append(_Taken(wanter, x, y, number, 1))
+            else:
+                taken += self._take_in(demand, region, holders, wanter, a, b)
+        for part in taken:
+            for wanter in wanters:
+                if wanter != part.place:
+                    self._add(part.place, wanter, demand.table, region, part.lo, part.hi, part.stripe)
+        if inside is None:
+            self.taken.setdefault(region, {}).setdefault(demand.node, []).extend(taken)
 
-    def _take_in(
-        self, demand: Demand, number: int, holders: dict[int, list[int]], wanter: int, stripe: Intervals
-    ) -> list[_Delivery]:
-        """Bring ``stripe`` from another node to ``wanter``, through relays where that is faster."""
-        element_bytes = self.widths[demand.table]
-        result: list[_Delivery] = []
-        rest = stripe
-        holder_node = min(holders, key=self.ports.nic_out.__getitem__)
-        relays = self.relays.get((demand.table, demand.cls, number), {})
-        hop_s = MESSAGE_S + stripe.numel * element_bytes * self.links.nic[demand.node]
-        # Nothing ends before the bound, so a holder's NIC may be busy until then; beyond it a relay takes over.
-        if relays and self.ports.nic_out[holder_node] + hop_s > self.bound.transfer_s:
-            candidates = [
-                (self.ports.nic_out[node] + hop_s * (1 + parts[0].depth), node)
-                for node, parts in relays.items()
-                if parts and node != demand.node
-            ]
-            cost, relay_node = min(candidates, default=(float("inf"), -1))
-            if cost < self.ports.nic_out[holder_node]:
-                for part in list(relays[relay_node]):
-                    if part.intervals is rest:
-                        move = self._add(part.place, wanter, demand.table, rest, (part.move,))
-                        return [*result, _Delivery(wanter, rest, move, part.depth + 1)]
-                    common = part.intervals.intersect(rest)
-                    if len(common):
-                        move = self._add(part.place, wanter, demand.table, common, (part.move,))
-                        result.append(_Delivery(wanter, common, move, part.depth + 1))
-                        rest = rest.subtract(common)
-        if len(rest):
-            places = holders[holder_node]
-            source = places[0]
-            if len(places) > 1:
-                source = min(places, key=lambda p: (self.ports.gpu_out[p % self.links.num_devices], p))
-            move = self._add(source, wanter, demand.table, rest, ())
-            result.append(_Delivery(wanter, rest, move, 1))
-        return result
+    def _scatter_inside(self, demand: Demand, inside: list[int], wanters: tuple[int, ...], num_bytes: int) -> bool:
+        """Whether the node's holders had better send each wanter a part, to be exchanged: where sending all to all
+        would keep one of them busy beyond the target."""
+        if len(wanters) <= len(inside) or num_bytes < self.options.min_stripe_bytes * len(wanters):
+            return False
+        if any(place >= self.num_devices for place in (*inside, *wanters)):
+            return False
+        seconds = num_bytes * self.links.intra[demand.node] * -(-len(wanters) // len(inside))
+        return min(self.ports.gpu_out[p] for p in inside) + seconds > self.target_s
 
-    def _nearest(self, places: list[int], wanter: int) -> int:
-        """A holder in the wanter's node: one in its own memory space if there is one, else the least loaded."""
-        num_devices = self.links.num_devices
-        return min(
-            places,
-            key=lambda p: (
-                self.links.link(p, wanter) != LOCAL,
-                self.ports.gpu_out[p % num_devices],
-                (p - wanter) % (2 * num_devices),
-            ),
+    def _fill(self, places: list[int], wanter: int, table: int, lo: int, hi: int) -> Iterable[tuple[int, int, int]]:
+        """(lo, hi, source): from the nearest holder in the wanter's node; what would keep it busy beyond the target
+        comes from the next."""
+        if len(places) == 1:
+            yield lo, hi, places[0]
+            return
+        width, least = self.widths[table], self.options.min_stripe_bytes
+        order = sorted(places, key=lambda p: self._nearness(p, wanter))
+        for source in order[:-1]:
+            rate = self.links.rates(source, wanter)[1] * width
+            if rate == 0.0:
+                yield lo, hi, source
+                return
+            room = int((self.target_s - self.ports.gpu_out[source % self.num_devices]) / rate)
+            if room >= hi - lo:
+                yield lo, hi, source
+                return
+            if room * width >= least:
+                yield lo, lo + room, source
+                lo += room
+        yield lo, hi, min(order, key=lambda p: self._nearness(p, wanter))
+
+    def _nearness(self, place: int, wanter: int) -> tuple[bool, float, int]:
+        """In the wanter's own memory space first, then by load."""
+        return (
+            self.links.link(place, wanter) != LOCAL,
+            self.ports.gpu_out[place % self.num_devices],
+            (place - wanter) % (2 * self.num_devices),
         )
 
-    def _in_load(self, place: int) -> float:
-        return self.ports.gpu_in[place % self.links.num_devices]
+    def _take_in(
+        self, demand: Demand, region: int, holders: dict[int, list[int]], wanter: int, lo: int, hi: int
+    ) -> list[_Taken]:
+        """Bring elements ``lo..hi`` from other nodes to ``wanter``."""
+        result: list[_Taken] = []
+        while lo < hi:
+            source, stop, parent, depth = self._source(demand, region, holders, lo, hi)
+            number = self._add(source, wanter, demand.table, region, lo, stop, parent)
+            result.append(_Taken(wanter, lo, stop, number, depth))
+            lo = stop
+        return result
 
-    def _add(self, src: int, dst: int, table: int, intervals: Intervals, after: tuple[int, ...]) -> int:
-        num_bytes = intervals.numel * self.widths[table]
+    def _source(
+        self, demand: Demand, region: int, holders: dict[int, list[int]], lo: int, hi: int
+    ) -> tuple[int, int, int, int]:
+        """(place, how far it sends, stripe that it relays or -1, depth) for the elements from ``lo``."""
+        width, nic = self.widths[demand.table], self.links.nic
+        busy = self.ports.nic_out
+        least = min(max(self.options.min_stripe_bytes // width, 1), hi - lo)
+        node = min(holders, key=busy.__getitem__)
+        rate = max(nic[node], nic[demand.node]) * width
+        relays = self.taken.get(region, {})
+        candidates = [
+            (part, other)
+            for other, parts in relays.items()
+            if other != demand.node
+            for part in parts
+            if part.lo <= lo < part.hi
+        ]
+        while True:
+            room = int((self.target_s - busy[node]) / rate)
+            if room >= least:
+                places = holders[node]
+                place = places[0] if len(places) == 1 else min(places, key=lambda p: (self._out_load(p), p))
+                stop = hi if hi - lo - room < least else lo + room
+                return place, stop, -1, 1
+            fitting = []
+            for part, other in candidates:
+                each = max(nic[other], nic[demand.node]) * width
+                stop = min(part.hi, hi, lo + int((self.target_s - busy[other]) / each))
+                if stop - lo >= least:
+                    fitting.append((part.depth, busy[other], part, stop))
+            if fitting:
+                depth, _, part, stop = min(fitting, key=lambda f: f[:2])
+                return part.place, stop, part.stripe, depth + 1
+            # No port ends in time: all of them must last longer.
+            self.target_s *= 1.02
+
+    def _out_load(self, place: int) -> float:
+        return self.ports.gpu_out[place % self.num_devices]
+
+    def _in_load(self, place: int) -> float:
+        return self.ports.gpu_in[place % self.num_devices]
+
+    def _add(self, src: int, dst: int, table: int, region: int, lo: int, hi: int, parent: int) -> int:
+        num_bytes = (hi - lo) * self.widths[table]
         link, out_rate, in_rate, nic_rate = self.links.rates(src, dst)
-        ports, num_devices = self.ports, self.links.num_devices
+        ports, num_devices = self.ports, self.num_devices
         ports.gpu_out[src % num_devices] += num_bytes * out_rate
         ports.gpu_in[dst % num_devices] += num_bytes * in_rate
         if link == INTER:
             ports.nic_out[self.links.node(src)] += num_bytes * nic_rate
             ports.nic_in[self.links.node(dst)] += num_bytes * nic_rate
-        self.moves.append(Move(src, dst, table, intervals, num_bytes, link, after))
-        return len(self.moves) - 1
+        self.stripes.append(Stripe(src, dst, table, region, lo, hi, link, parent))
+        return len(self.stripes) - 1

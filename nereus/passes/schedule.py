@@ -1,138 +1,176 @@
 """schedule: moves into waves, and the predicted time of the transfer.
 
-List scheduling: in routed order (large first) a move takes the first wave after the moves it relays where both of its
-devices have room in their windows. The time comes from the same order on the ports: a move starts when its ports and
-both ranks' earlier waves are done.
+Every move travels in about as many slices as every other, one a wave, so each port carries the same share of its total
+in each wave and none waits for another: with W slices and relays D deep, the transfer takes the busiest port's time x
+(1 + D / W), plus W times the cost of posting. Relays follow what they relay by one wave. (Whole moves put into waves
+one after another left ports idle half of the time, whatever the size of the pieces.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import sqrt
 
 import numpy as np
 import numpy.typing as npt
 
 from nereus.ir.layout import IntArray
-from nereus.ir.schedule import Schedule
-from nereus.ir.transition import LOCAL, Move
-from nereus.ir.units import MIB
+from nereus.ir.schedule import MoveColumns, Schedule, expand_slices, posted_bytes
+from nereus.ir.transition import Move
+from nereus.ir.units import KIB, MIB
 from nereus.passes.links import HOST_COPY_BYTES_PER_S, MESSAGE_S, Links
 from nereus.passes.route import Routed
 
 FloatArray = npt.NDArray[np.float64]
 
+#: Growth of the number of waves while some device posts more than a window in one.
+_MORE_WAVES = 1.3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ListSchedule:
-    """``window_bytes``: most that a device sends, and receives, in one wave."""
+class WaveSchedule:
+    """``window_bytes``: most that a device sends, and receives, in one wave. ``max_waves``: how many waves a transfer
+    is cut into at most, unless windows need more. Slices are not smaller than ``min_slice_bytes`` unless windows need
+    it."""
 
     window_bytes: int = 512 * MIB
+    max_waves: int = 64
+    min_slice_bytes: int = 256 * KIB
 
     name = "schedule"
 
     def apply(self, routed: Routed) -> Schedule:
-        """The better of two orders: as routed, and longest relay chain first."""
-        best: tuple[float, list[Move], list[int]] | None = None
-        for moves in (list(routed.moves), longest_chain_first(routed.moves)):
-            wave = assign_waves(moves, self.window_bytes, routed.links.num_devices)
-            seconds = transfer_seconds(moves, wave, routed.links)
-            if best is None or seconds < best[0]:
-                best = (seconds, moves, wave)
-            if not any(move.after for move in moves):
-                break  # without relays both orders are one
-        assert best is not None
-        seconds, moves, wave = best
+        moves = routed.moves
+        num_devices = routed.links.num_devices
+        columns = MoveColumns.of(moves)
+        quantum = np.array([m.num_bytes // m.intervals.numel for m in moves], dtype=np.int64)
+        depth = relay_depths(moves)
+        count = self._first_count(routed, columns, max(depth, default=0))
+        least = self.min_slice_bytes
+        while True:
+            wave, slices = slice_moves(moves, columns, quantum, count, least, num_devices)
+            num_waves = int((wave + slices).max(initial=0))
+            part = expand_slices(columns.num_bytes, wave, slices, quantum)
+            sent, received = posted_bytes(columns, part, num_devices, num_waves)
+            most = max(int(sent.max(initial=0)), int(received.max(initial=0)))
+            finest = int((columns.num_bytes // quantum).max(initial=0))
+            if most <= self.window_bytes or (count >= finest and least <= 1):
+                break
+            count, least = max(count + 1, int(count * _MORE_WAVES)), min(least // 4, self.window_bytes // 64)
+        waves, counts = tuple(wave.tolist()), tuple(slices.tolist())
         return Schedule(
             mode="reversible",
-            moves=tuple(moves),
-            wave=tuple(wave),
-            num_waves=max(wave, default=-1) + 1,
+            moves=moves,
+            wave=waves,
+            slices=counts,
+            num_waves=num_waves,
             window_bytes=self.window_bytes,
             acquire={},
             release={},
-            transfer_s=seconds,
+            transfer_s=transfer_seconds(moves, waves, counts, routed.links),
         )
 
-
-def longest_chain_first(moves: Sequence[Move]) -> list[Move]:
-    """Moves that others relay come before those that none waits for; ``after`` is renumbered."""
-    height = [0] * len(moves)
-    for number in range(len(moves) - 1, -1, -1):
-        for before in moves[number].after:
-            height[before] = max(height[before], height[number] + 1)
-    order = sorted(range(len(moves)), key=lambda i: (-height[i], i))
-    position = {number: at for at, number in enumerate(order)}
-    return [
-        Move(m.src, m.dst, m.table, m.intervals, m.num_bytes, m.link, tuple(position[a] for a in m.after), m.slots)
-        for m in map(moves.__getitem__, order)
-    ]
+    def _first_count(self, routed: Routed, columns: MoveColumns, depth: int) -> int:
+        """Waves that cost least: filling the pipeline costs depth / W of the transfer, posting W messages."""
+        best = sqrt(routed.ports.busiest_s * max(depth - 1, 1) / (2 * MESSAGE_S))
+        crossing = columns.crosses > 0
+        heaviest = 0
+        for ends in (columns.src, columns.dst):
+            load = np.zeros(routed.links.num_devices, dtype=np.int64)
+            np.add.at(load, (ends % routed.links.num_devices)[crossing], columns.num_bytes[crossing])
+            heaviest = max(heaviest, int(load.max(initial=0)))
+        return max(1, min(int(best), self.max_waves), -(-heaviest // self.window_bytes))
 
 
-def assign_waves(moves: Sequence[Move], window_bytes: int, num_devices: int) -> list[int]:
-    """Wave of every move. Copies inside a node's host memory come last at both ranks: they cross no link, and in an
-    earlier wave the network would wait for them."""
-    wave = [0] * len(moves)
-    sent: dict[tuple[int, int], int] = {}
-    received: dict[tuple[int, int], int] = {}
-    # Below these waves a device's window is (nearly) full, so the search may start there.
-    open_out, open_in = [0] * num_devices, [0] * num_devices
-    last = [0] * num_devices
-    full = window_bytes - window_bytes // 16
-    copies: list[int] = []
+def relay_depths(moves: Sequence[Move]) -> list[int]:
+    """How many moves, itself included, bring a move's bytes from their holder."""
+    depth: list[int] = []
+    for move in moves:
+        depth.append(1 + max((depth[before] for before in move.after), default=0))
+    return depth
+
+
+def slice_moves(
+    moves: Sequence[Move], columns: MoveColumns, quantum: IntArray, count: int, least: int, num_devices: int
+) -> tuple[IntArray, IntArray]:
+    """(first wave, slices) of every move, for about ``count`` waves with slices of at least ``least`` bytes.
+
+    Moves that are too small for ``count`` slices are spread over the waves, source by source.
+    """
+    size = columns.num_bytes
+    slices = np.clip(size // max(least, 1), 1, np.minimum(count, size // np.maximum(quantum, 1)))
+    spread = _spread(columns.src % num_devices, size, slices, count)
+    known_wave, known_slices = spread.tolist(), slices.tolist()
     for number, move in enumerate(moves):
-        if move.link == LOCAL:
-            copies.append(number)
+        if not move.after:
             continue
-        after = max((wave[m] + 1 for m in move.after), default=0)
-        src, dst, size = move.src % num_devices, move.dst % num_devices, min(move.num_bytes, window_bytes)
-        at = max(open_out[src], open_in[dst], after)
-        while sent.get((src, at), 0) + size > window_bytes or received.get((dst, at), 0) + size > window_bytes:
-            at += 1
-        wave[number] = at
-        last[src], last[dst] = max(last[src], at), max(last[dst], at)
-        sent[src, at] = sent.get((src, at), 0) + size
-        received[dst, at] = received.get((dst, at), 0) + size
-        while sent.get((src, open_out[src]), 0) >= full:
-            open_out[src] += 1
-        while received.get((dst, open_in[dst]), 0) >= full:
-            open_in[dst] += 1
-    for number in copies:
-        move = moves[number]
-        after = max((wave[m] + 1 for m in move.after), default=0)
-        wave[number] = max(after, last[move.src % num_devices], last[move.dst % num_devices])
-    return wave
+        first = move.after[0]
+        if len(move.after) == 1 and moves[first].intervals is move.intervals:
+            known_slices[number] = known_slices[first]
+            known_wave[number] = known_wave[first] + 1
+        else:
+            known_wave[number] = max(known_wave[a] + known_slices[a] for a in move.after)
+    return np.array(known_wave, dtype=np.int64), np.array(known_slices, dtype=np.int64)
 
 
-def transfer_seconds(moves: Sequence[Move], wave: Sequence[int], links: Links) -> float:
+def _spread(source: IntArray, size: IntArray, slices: IntArray, count: int) -> IntArray:
+    """First wave of each move: those with fewer than ``count`` slices begin later, in proportion to what their source
+    has sent of such moves."""
+    wave = np.zeros(len(size), dtype=np.int64)
+    small = np.flatnonzero(slices < count)
+    if not len(small):
+        return wave
+    order = small[np.argsort(source[small], kind="stable")]
+    running = np.cumsum(size[order])
+    starts = np.flatnonzero(np.diff(source[order], prepend=-1))
+    group = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(order))))
+    before = (running - size[order])[starts]
+    total = np.add.reduceat(size[order], starts)
+    middle = running - size[order] / 2 - before[group]
+    wave[order] = (middle / total[group] * (count - slices[order] + 1)).astype(np.int64)
+    return np.clip(wave, 0, np.maximum(count - slices, 0))
+
+
+def transfer_seconds(
+    moves: Sequence[Move], first_wave: Sequence[int], num_slices: Sequence[int], links: Links
+) -> float:
     """Predicted seconds from the first byte to the last.
 
-    Moves of one wave are posted together and share ports as fluids: a port is done with a wave when it has carried
+    Slices of one wave are posted together and share ports as fluids: a port is done with a wave when it has carried
     the wave's bytes, starting when the first of the ranks involved is ready. A rank starts a wave when its part of
     the one before is done.
     """
     if not moves:
         return 0.0
     num_devices = links.num_devices
-    src = np.array([m.src for m in moves], dtype=np.int64)
-    dst = np.array([m.dst for m in moves], dtype=np.int64)
-    ports, seconds = _port_costs(src, dst, np.array([m.num_bytes for m in moves], dtype=np.int64), links)
+    wave, slices = np.array(first_wave, dtype=np.int64), np.array(num_slices, dtype=np.int64)
+    columns = MoveColumns.of(moves)
+    src, dst = columns.src, columns.dst
+    ports, seconds = _port_costs(src, dst, columns.num_bytes, links)
+    seconds /= slices[:, None]
     ranks = np.stack((src % num_devices, dst % num_devices), axis=1)
-    order = np.argsort(np.array(wave), kind="stable")
-    bounds = np.searchsorted(np.array(wave)[order], np.arange(max(wave) + 2))
+    # Rows of the moves that are on their way in each wave.
+    row = np.repeat(np.arange(len(moves), dtype=np.int64), slices)
+    at = wave[row] + np.arange(len(row)) - np.repeat(np.cumsum(slices) - slices, slices)
+    order = np.argsort(at, kind="stable")
+    bounds = np.searchsorted(at[order], np.arange(int(at.max()) + 2))
     ready = np.zeros(num_devices)
-    done = np.zeros(2 * num_devices + 3 * len(links.nic) + 1)  # port -> when it has carried everything so far
+    num_ports = 2 * num_devices + 3 * len(links.nic) + 1
+    done = np.zeros(num_ports)  # port -> when it has carried everything so far
     for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        chosen = order[first:last]
+        chosen = row[order[first:last]]
+        if not len(chosen):
+            continue
         begin = ready[ranks[chosen]].max(axis=1)
-        start = np.full_like(done, np.inf)
-        np.minimum.at(start, ports[chosen], begin[:, None])
-        busy = np.zeros_like(done)
-        np.add.at(busy, ports[chosen], seconds[chosen])
-        used = np.isfinite(start)
-        done[used] = np.maximum(done, start)[used] + busy[used]
+        used = ports[chosen]
+        start = np.full(num_ports, np.inf)
+        np.minimum.at(start, used, begin[:, None])
+        busy = np.bincount(used.reshape(-1), weights=seconds[chosen].reshape(-1), minlength=num_ports)
+        touched = np.isfinite(start)
+        done[touched] = np.maximum(done, start)[touched] + busy[touched]
         done[-1] = 0.0  # "no port" couples nothing
-        end = done[ports[chosen]].max(axis=1) + MESSAGE_S
+        end = done[used].max(axis=1) + MESSAGE_S
         np.maximum.at(ready, ranks[chosen], end[:, None])
     return float(ready.max())
 

@@ -188,11 +188,12 @@ def _schedule_units(
         mode="tight",
         moves=ordered,
         wave=waves,
+        slices=(1,) * len(waves),
         num_waves=wave,
         window_bytes=window_bytes,
         acquire=acquire,
         release=release,
-        transfer_s=transfer_seconds(ordered, waves, routed.links),
+        transfer_s=transfer_seconds(ordered, waves, (1,) * len(waves), routed.links),
     )
 
 

@@ -15,7 +15,7 @@ from nereus.ir.cells import local_boxes
 from nereus.ir.holdings import Holdings, StateSet
 from nereus.ir.layout import Layout, layout_of
 from nereus.ir.plan import Plan, Stage
-from nereus.ir.schedule import Schedule
+from nereus.ir.schedule import Schedule, follows
 from nereus.ir.transition import LOCAL
 from nereus.passes.diff import Diff
 from nereus.passes.place import Placed
@@ -122,6 +122,6 @@ def _route_problem(routed: Routed) -> str | None:
 
 def _schedule_problem(schedule: Schedule) -> str | None:
     for number, move in enumerate(schedule.moves):
-        if any(schedule.wave[before] >= schedule.wave[number] for before in move.after):
+        if not all(follows(schedule, before, number) for before in move.after):
             return f"move {number} relays in the wave in which it receives"
     return None

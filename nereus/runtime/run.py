@@ -230,12 +230,7 @@ def predicted_peak(transition: Transition, device: Device) -> int:
     """Storages and staging that the memory pass promises not to exceed on ``device``."""
     number = transition.topology.index()[device]
     state, schedule = transition.memory.state, transition.schedule
-    sent = received = 0
-    num_devices = transition.topology.num_devices
-    for move in schedule.moves:
-        sent += move.num_bytes if move.src % num_devices == number else 0
-        received += move.num_bytes if move.dst % num_devices == number else 0
-    staging = min(sent, schedule.window_bytes) + min(received, schedule.window_bytes)
+    staging = int(transition.memory.staging[number])
     kept, old, new = (int(column[number]) for column in (state.kept, state.old, state.new))
     if schedule.mode == "tight":
         return kept + max(old, new) + int(state.largest_new[number]) + staging

@@ -16,14 +16,14 @@ from nereus.passes.manager import Pipeline
 from nereus.passes.pipeline import compile_transition
 from nereus.passes.place import pin
 from nereus.passes.route import Route
-from nereus.passes.schedule import ListSchedule
+from nereus.passes.schedule import WaveSchedule
 
 
-def pipeline(piece: int = 96, stripe: int = 16, window: int = 256, mode: str = "auto") -> Pipeline:
-    """Options small enough that tiny models are cut into pieces and stripes and sent in many waves."""
+def pipeline(slice_bytes: int = 16, stripe: int = 16, window: int = 256, mode: str = "auto") -> Pipeline:
+    """Options small enough that tiny models are cut into slices and stripes and sent in many waves."""
     return Pipeline(
-        route=Route(piece_bytes=piece, min_stripe_bytes=stripe),
-        schedule=ListSchedule(window_bytes=window),
+        route=Route(min_stripe_bytes=stripe),
+        schedule=WaveSchedule(window_bytes=window, min_slice_bytes=slice_bytes),
         mode=mode,
     )
 

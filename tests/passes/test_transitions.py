@@ -12,7 +12,7 @@ from nereus.ir.plan import Plan
 
 OPTIONS = st.builds(
     pipeline,
-    piece=st.sampled_from([100, 400, 400, 2000]),
+    slice_bytes=st.sampled_from([100, 400, 400, 2000]),
     stripe=st.sampled_from([4, 40, 200]),
     window=st.sampled_from([400, 1024, 4096]),
 )

@@ -146,6 +146,7 @@ def schedule_document(transition: Transition) -> dict[str, Any]:
             "region": region_of_move,
             "bytes": [m.num_bytes for m in moves],
             "wave": list(schedule.wave),
+            "slices": list(schedule.slices),
             "link": [LINKS.index(m.link) for m in moves],
             "slots": [-1 if m.slots is None else sum(1 << i for i in m.slots) for m in moves],
             "after_counts": [len(m.after) for m in moves],
