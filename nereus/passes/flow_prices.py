@@ -71,13 +71,7 @@ def priced_bound(commodities: Commodities, links: Links, prices: Prices) -> floa
 def _cheapest(c: Commodities, costs: Costs) -> float:
     cls = c.demand_class[c.wanter_demand]
     costs_out = costs.inter_out[c.wanter_place]
-    # What leaves the holders' nodes is sent by a holder, or by a wanter beside one.
-    beside = c.inside[c.wanter_demand]
-    from_holders = np.minimum(
-        _least(costs.inter_out[c.holder_place], c.holder_class, c.num_classes),
-        _least(costs_out[beside], cls[beside], c.num_classes),
-    )
-    # Everything else is sent by anyone outside of the node that takes it in.
+    # What is taken in is sent by anyone outside of the node.
     relays = (np.bincount(c.demand_class, minlength=c.num_classes) > 1)[cls]
     sender_class = np.concatenate((c.holder_class, cls[relays]))
     sender_place = np.concatenate((c.holder_place, c.wanter_place[relays]))
@@ -89,15 +83,24 @@ def _cheapest(c: Commodities, costs: Costs) -> float:
     elsewhere = node != best_node[sender_class]
     second = _least(cost[elsewhere], sender_class[elsewhere], c.num_classes)
     from_any = np.where(best_node[c.demand_class] == c.demand_node, second[c.demand_class], best[c.demand_class])
+    per_byte, if_holder_sends = _demand_costs(c, costs, from_any)
+    # What leaves the holders' nodes is sent by a holder first, or by a wanter that has it from a holder beside it.
+    beside = c.inside[c.wanter_demand]
+    detour = costs_out + (if_holder_sends - per_byte)[c.wanter_demand]
+    from_holders = np.minimum(
+        _least(costs.inter_out[c.holder_place], c.holder_class, c.num_classes),
+        _least(detour[beside], cls[beside], c.num_classes),
+    )
     lacking = ~c.inside
     highest = -_least(-from_any[lacking], c.demand_class[lacking], c.num_classes)
     leaves = c.first_bytes > 0
     first = float((c.first_bytes[leaves] * (from_holders - highest)[leaves]).sum())
-    return first + float((c.demand_bytes * _demand_costs(c, costs, from_any)).sum())
+    return first + float((c.demand_bytes * per_byte).sum())
 
 
-def _demand_costs(c: Commodities, costs: Costs, from_any: FloatArray) -> FloatArray:
-    """Per byte of each demand: the least that bringing it to all wanters costs."""
+def _demand_costs(c: Commodities, costs: Costs, from_any: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Per byte of each demand: the least that bringing it to all wanters costs; the same where a holder of the node
+    has to send (infinite where there is none)."""
     num, demand, place = c.num_demands, c.wanter_demand, c.wanter_place
     gpu, near_gpu = place < costs.devices, c.near_place < costs.devices
     num_gpus = np.bincount(demand[gpu], minlength=num)
@@ -118,19 +121,23 @@ def _demand_costs(c: Commodities, costs: Costs, from_any: FloatArray) -> FloatAr
 
     outside = costs.inter_in[place] + from_any[demand]
     chosen = np.minimum(outside, inward(to_gpu, to_host, from_host))
-    entry = np.minimum(outside, inward(holder_to_gpu, holder_to_host, host_holder))
-    # Where only GPUs want and one takes the bytes in, it is also the first to send them on.
-    first_sends = several & ~(c.inside | hosts)[demand]
-    entry = entry + np.where(first_sends, costs.gpu_out[place] - np.where(several, to_gpu[demand], 0.0), 0.0)
+    held = inward(holder_to_gpu, holder_to_host, host_holder)
+    entry = np.minimum(outside, held)
+    # Where only GPUs want, relays get the bytes from one that took them in and sends first; or nobody relays.
+    relayed = several & ~hosts[demand]
+    first = entry + np.where(relayed, costs.gpu_out[place] - np.where(several, to_gpu[demand], 0.0), 0.0)
     # All processes of a node share its host memory: one of them takes the bytes in.
-    host_chosen = _least(chosen[~gpu], demand[~gpu], num)
-    host_entry = _least(entry[~gpu], demand[~gpu], num)
-    once = np.where(hosts, host_chosen, 0.0)
-    total: FloatArray = np.bincount(demand[gpu], weights=chosen[gpu], minlength=num) + once
-    extra = _least(entry[gpu] - chosen[gpu], demand[gpu], num)
-    extra = np.minimum(extra, np.where(hosts, host_entry - once, np.inf))
-    all_outside = np.bincount(demand[gpu], weights=outside[gpu], minlength=num) + np.where(hosts, np.inf, 0.0)
-    return total + np.minimum(np.maximum(extra, 0.0), np.maximum(all_outside - total, 0.0))
+    once = np.where(hosts, _least(chosen[~gpu], demand[~gpu], num), 0.0)
+    total = np.bincount(demand[gpu], chosen[gpu], num).astype(np.float64) + once
+
+    def dearer(way: FloatArray) -> FloatArray:
+        """What it costs more if one wanter, or host memory, takes the bytes in by ``way``."""
+        of_host = np.where(hosts, _least(way[~gpu], demand[~gpu], num) - once, np.inf)
+        return np.maximum(np.minimum(_least(way[gpu] - chosen[gpu], demand[gpu], num), of_host), 0.0)
+
+    unrelayed = np.bincount(demand[gpu], entry[gpu], num) + np.where(hosts, np.inf, 0.0)
+    per_byte = np.minimum(total + dearer(first), np.maximum(unrelayed, total))
+    return per_byte, np.maximum(per_byte, total + dearer(held))
 
 
 def _least(values: FloatArray, index: IntArray, num: int) -> FloatArray:

@@ -185,22 +185,45 @@ class FlowProgramme:
             terms(balance[demand[incidence]], columns, 1.0)
             terms(balance[senders.demand], senders.columns, -1.0)
             terms(entry[senders.demand[senders.holds]], senders.columns[senders.holds], 1.0)
-        # sent by g >= taken in by g - (all taken in from outside - 1)
-        first = self.several & ~(c.inside | self.wants_host)[demand]
-        own = np.flatnonzero(first)
-        rows = np.full(len(demand), -1)
-        label = mix(self.demand_label[demand[own]] + self.place_label[c.wanter_place[own]], 54)
-        rows[own] = self.lp.add_rows(np.full(len(own), -1.0), np.full(len(own), INF), label)
-        sent = np.full(len(demand), -1)
-        sent[self.several] = self.to_gpu.columns[~self.to_gpu.holds]
-        entering = np.full(len(demand), -1)
-        entering[outside] = out_columns
-        terms(rows[own], sent[own], 1.0)
-        terms(rows[own], entering[own], -1.0)
+        self._cut_rows()
+
+    def _cut_rows(self) -> None:
+        """GPUs that want together do not feed each other: into every set T of them goes each byte at least once, from
+        outside the node or from a sender not in T. Written out for T = one of them and T = all but one (all are the
+        entry rows): every T there is up to three GPUs, a relaxation beyond."""
+        c, demand, terms = self.c, self.c.wanter_demand, self.lp.add_terms
+        rows_of = self.several & ~self.wants_host[demand]
+        own = np.flatnonzero(rows_of)
+        label = self.demand_label[demand[own]] + self.place_label[c.wanter_place[own]]
         begin = np.searchsorted(demand, np.arange(self.num))
-        count = np.bincount(demand, minlength=self.num)[demand[own]]
-        each = np.repeat(begin[demand[own]] - np.cumsum(count) + count, count) + np.arange(int(count.sum()))
-        terms(np.repeat(rows[own], count), entering[each], 1.0)
+        count = np.bincount(demand, minlength=self.num)
+        sent, entering = np.full(len(demand), -1), np.full(len(demand), -1)
+        sent[self.several] = self.to_gpu.columns[~self.to_gpu.holds]
+        entering[self.ways[0][0]] = self.ways[0][1]
+        # (row, incidence of the same demand) for every row of one wanter
+        size = count[demand[own]]
+        which = np.repeat(np.arange(len(own)), size)
+        other = begin[demand[own]][which] - (np.cumsum(size) - size)[which] + np.arange(len(which))
+        for complement in (True, False):
+            row = self.lp.add_rows(np.ones(len(own)), np.full(len(own), INF), mix(label, 54 + complement))
+            outside = other != own[which]
+            taking, sending = (outside, ~outside) if complement else (~outside, outside)
+            taking &= entering[other] >= 0
+            terms(row[which[taking]], entering[other[taking]], 1.0)
+            terms(row[which[sending]], sent[other[sending]], 1.0)
+            for inner in (self.to_gpu, self.from_host):
+                self._add_holders(row, own, inner)
+
+    def _add_holders(self, row: IntArray, own: IntArray, inner: _Senders) -> None:
+        """What holders of the node send, to the row of each wanter of ``own``."""
+        demand = self.c.wanter_demand[own]
+        place_of = np.argsort(inner.demand[inner.holds], kind="stable")
+        held = inner.demand[inner.holds][place_of]
+        first, last = np.searchsorted(held, demand), np.searchsorted(held, demand, side="right")
+        size = last - first
+        which = np.repeat(np.arange(len(own)), size)
+        at = first[which] - (np.cumsum(size) - size)[which] + np.arange(len(which))
+        self.lp.add_terms(row[which], inner.columns[inner.holds][place_of[at]], 1.0)
 
     def _class_rows(self) -> None:
         c, terms = self.c, self.lp.add_terms
@@ -229,16 +252,22 @@ class FlowProgramme:
         at = np.minimum(np.searchsorted(pairs, key), len(pairs) - 1)
         wants = pairs[at] == key
         terms(row[at[wants]], sending[wants], 1.0)
-        # What leaves the holders' nodes is sent by a holder, or by a wanter beside one.
-        first = self.lp.add_rows(
-            c.first_bytes / self.class_unit, np.full(c.num_classes, INF), mix(self.class_label, 48)
-        )
-        terms(first[sender_class[self.beside]], sending[self.beside], 1.0)
+        # What leaves the holders' nodes is sent by a holder, or by a wanter that has it from a holder beside it.
+        leaving, free = c.first_bytes / self.class_unit, np.full(c.num_classes, INF)
+        beside = self.lp.add_rows(leaving, free, mix(self.class_label, 48))
+        terms(beside[sender_class[self.beside]], sending[self.beside], 1.0)
+        held = self.lp.add_rows(leaving, free, mix(self.class_label, 50))
+        holders = len(c.holder_class)
+        terms(held[c.holder_class], sending[:holders], 1.0)
+        for inner in (self.to_gpu, self.to_host, self.from_host):
+            inside = inner.demand[inner.holds]
+            cls = c.demand_class[inside]
+            terms(held[cls], inner.columns[inner.holds], c.demand_bytes[inside] / self.class_unit[cls])
 
     def _port_rows(self) -> None:
         c, devices, terms = self.c, self.devices, self.lp.add_terms
         # A device's port serves its GPU and its part of host memory: the label of either names the pair.
-        labels = (*(mix(self.place_label[:devices], k) for k in (50, 51)), *(mix(self.node_label, k) for k in (52, 53)))
+        labels = (*(mix(self.place_label[:devices], k) for k in (60, 61)), *(mix(self.node_label, k) for k in (62, 63)))
         self.ports = [self.lp.add_rows(np.full(len(n), -INF), np.zeros(len(n)), n) for n in labels]
         gpu_in, gpu_out, nic_in, nic_out = self.ports
         for number, (incidence, columns) in enumerate(self.ways):

@@ -123,8 +123,7 @@ def _sum(rows: IntArray, columns: IntArray, values: FloatArray, *, num_columns: 
 
 
 def _totals(group: IntArray, values: npt.NDArray[Any]) -> FloatArray:
-    totals: FloatArray = np.bincount(group, weights=values)
-    return totals
+    return np.bincount(group, weights=values).astype(np.float64)
 
 
 def _slack(
