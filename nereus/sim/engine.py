@@ -4,8 +4,8 @@ Time moves from one end of an operation to the next. Transfers share ports max-m
 devices and memory are granted in order of arrival. Equal jobs, timings and seeds give equal outcomes.
 
 Cost: O((ops + edges) log ops) beside the sharing. That is O(c log n) per start or end of a transfer for small jobs, c
-being the transfers that share ports with it, directly or through others; with more than ``FEW_TRANSFERS`` transfers it
-is O(a log a) per refresh for a transfers under way, and ``quantum_s`` bounds the number of refreshes.
+being the transfers that share ports with it, directly or through others; for large ones it is O(a log a) per refresh
+for a transfers under way, and ``quantum_s`` bounds the number of refreshes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from nereus.sim.outcome import DEVICE, MEMORY, OPERATION, Deadlock, Outcome, Ove
 from nereus.sim.sharing import FewFluid, Fluid, ManyFluid
 from nereus.sim.timing import EXACT, Timing
 
-#: Up to so many transfers, arrays cost more than they save.
-FEW_TRANSFERS = 160
+#: Up to so many transfers or ports, arrays cost more than they save: few transfers run at once.
+FEW_TRANSFERS, FEW_PORTS = 160, 128
 
 
 def simulate(job: Job, timing: Timing = EXACT, *, quantum_s: float = 1e-9) -> Outcome:
@@ -94,7 +94,8 @@ class _Run:
         fixed, work = timing.draw(job)
         self.fixed: list[float] = fixed.tolist()
         self.moves: list[bool] = (work > 0).tolist()
-        kind = FewFluid if int((work > 0).sum()) <= FEW_TRANSFERS else ManyFluid
+        few = int((work > 0).sum()) <= FEW_TRANSFERS or len(job.resources.port_bytes_per_s) <= FEW_PORTS
+        kind = FewFluid if few else ManyFluid
         weights = job.weights if job.weights is not None else np.ones(job.ports.shape)
         self.fluid: Fluid = kind(job.ports, weights, job.resources.port_bytes_per_s, work)
         self.after, self.open = _successors(job.edges, job.num_ops)

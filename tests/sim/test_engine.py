@@ -323,12 +323,12 @@ def test_arrays_and_lists_run_alike(case: tuple[list[Op], World], seed: int) -> 
     job = make_job(*case)
     timing = Timing(seed=seed, fixed_spread=0.3, rate_spread=0.3)
     few = simulate(job, timing)
-    before = engine.FEW_TRANSFERS
-    engine.FEW_TRANSFERS = -1
+    before = engine.FEW_TRANSFERS, engine.FEW_PORTS
+    engine.FEW_TRANSFERS = engine.FEW_PORTS = -1
     try:
         many = simulate(job, timing)
     finally:
-        engine.FEW_TRANSFERS = before
+        engine.FEW_TRANSFERS, engine.FEW_PORTS = before
     assert many.finish_s == pytest.approx(few.finish_s, abs=CLOSE, nan_ok=True)
     assert many.peak_bytes.tolist() == few.peak_bytes.tolist()
 
