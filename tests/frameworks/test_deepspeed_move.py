@@ -24,7 +24,7 @@ from frameworks.harness import run
 
 from nereus.runtime.adapters.base import Binding
 from nereus.runtime.adapters.whole import pieces
-from nereus.runtime.live import move
+from nereus.runtime.live import ALL, move
 
 pytest.importorskip("deepspeed")
 
@@ -214,7 +214,7 @@ def _reference(rank: int, world: int) -> tuple[float, float, tuple[str, ...]]:
     loss(reference)  # its parameters are gathered, then filled under a fresh partition
     target = DeepSpeedAdapter(reference, NAMING)
     new = target.bind()
-    move(DeepSpeedAdapter(actor, NAMING).bind() if rank == 0 else None, new, TENSORS)
+    move(DeepSpeedAdapter(actor, NAMING).bind() if rank == 0 else None, new, TENSORS, drop=(ALL,))
     target.finish(target.job_state())
     assert [(c.name, c.check()) for c in target.checklist() if c.check() is not None] == []
     return loss(actor), loss(reference), new.state.slots()

@@ -16,7 +16,8 @@ import mmap
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from nereus.ir.fragment import Fragment, RankState, Segment
 from nereus.models.naming.base import Naming, UnknownParameter, Where
+from nereus.models.naming.megatron import MegatronNaming
 from nereus.runtime.adapters.base import DTYPE_NAMES, BindError, Binding, BindingBuilder, FrameworkMissing
 from nereus.runtime.adapters.boxes import Box, chunk_fragments
+from nereus.runtime.adapters.dcp_megatron import stacked
 from nereus.runtime.adapters.publish import missing
 from nereus.runtime.adapters.regions import (
     Key,
@@ -181,6 +184,19 @@ def _places(folder: Path, metadata: Any) -> dict[tuple[str, tuple[int, ...] | No
     return found
 
 
+#: Numbers along the leading axes of a stored tensor -> what lies there; one part without axes for most.
+_Parts = dict[tuple[int, ...], tuple[Segment, ...]]
+
+
+def _fragments(parts: _Parts, shape: tuple[int, ...], box: Box, slot: str) -> Iterator[Fragment]:
+    axes = len(next(iter(parts)))
+    inner = box[0][axes:], box[1][axes:]
+    held = product(*(range(lo, lo + size) for lo, size in zip(box[0][:axes], box[1][:axes], strict=True)))
+    for at, numbers in enumerate(held):
+        origin = at * prod(inner[1])
+        yield from chunk_fragments(parts[numbers], shape[axes:], inner, slot=slot, storage=0, origin=origin)
+
+
 class _Reader:
     """Keys -> chunks, collecting what is not understood until ``finish``."""
 
@@ -197,14 +213,14 @@ class _Reader:
     def chunks(self, key: str, stored: Any, places: dict[tuple[str, tuple[int, ...] | None], Any]) -> Iterator[_Chunk]:
         shape, dtype = tuple(stored.size), stored.properties.dtype
         try:
-            name, slot, segments = self._understand(key, shape)
+            name, slot, parts = self._understand(key, shape)
         except UnknownParameter as error:
             self.wrong.append(f"{key} {list(shape)}: {error}")
             return
         if dtype not in DTYPE_NAMES:
             self.wrong.append(f"{key} {list(shape)}: state of dtype {dtype} is not known")
             return
-        self.parameters[name] = tuple(dict.fromkeys(segment.tensor for segment in segments))
+        self.parameters[name] = tuple(dict.fromkeys(s.tensor for segments in parts.values() for s in segments))
         if slot != self.weight_slot:
             self.slots.setdefault(name, {})[slot] = DTYPE_NAMES[dtype]
         for part in stored.chunks:
@@ -218,10 +234,25 @@ class _Reader:
             if any(o < 0 or o + s > n for o, s, n in zip(*box, shape, strict=True)):
                 self.wrong.append(f"{key} {list(shape)}: a chunk at {list(box[0])} of {list(box[1])} reaches outside")
                 continue
-            found = chunk_fragments(segments, shape, box, slot=slot, storage=0, origin=0)
-            yield _Chunk(key, place, tuple(found), dtype, box[1])
+            yield _Chunk(key, place, tuple(_fragments(parts, shape, box, slot)), dtype, box[1])
 
-    def _understand(self, key: str, shape: tuple[int, ...]) -> tuple[str, str, tuple[Segment, ...]]:
+    def _understand(self, key: str, shape: tuple[int, ...]) -> tuple[str, str, _Parts]:
+        """(parameter, slot, its parts)."""
+        own: UnknownParameter | None = None
+        if isinstance(self.naming, MegatronNaming):
+            try:
+                found = stacked(key, shape, self.naming)
+                numbers = product(*(range(extent) for extent in shape[: found.num_axes]))
+                return found.parameter, found.slot or self.weight_slot, {n: found.segments(n) for n in numbers}
+            except UnknownParameter as error:
+                own = error  # it may be the state dict of a whole model, saved as any other
+        try:
+            name, slot, segments = self._plain(key, shape)
+        except UnknownParameter as error:
+            raise own or error from None
+        return name, slot, {(): segments}
+
+    def _plain(self, key: str, shape: tuple[int, ...]) -> tuple[str, str, tuple[Segment, ...]]:
         """(parameter, slot, segments)."""
         reasons: list[str] = []
         for prefix in self.model:
