@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from passes.execute import pipeline
-from passes.plans import ARCHS, cluster, guest, stage
+from passes.plans import ARCHS, guest, node, stage
 
 from nereus.cli.transition.saved import saved_document
 from nereus.ir.arch import Arch, Moe
 from nereus.ir.cluster import Cluster
 from nereus.ir.plan import Model, Plan, Stage, Workload
+from nereus.ir.units import GIB
 from nereus.lang.api import load_plan, pinned, placed_plan_text, resolve_text
 from nereus.passes.compiled import Transition
 from nereus.passes.manager import Pipeline
@@ -41,6 +42,11 @@ MOE = Arch(
     qk_norm=True,
     moe=Moe(num_experts=4, experts_per_token=2, expert_ffn=4),
 )
+
+
+def cluster(*sizes: int) -> Cluster:
+    """With so much host memory that GPUs are the fullest."""
+    return Cluster(nodes=tuple(node(f"n{i}", size, host_mem=1024 * GIB) for i, size in enumerate(sizes)))
 
 
 def document_of(transition: Transition, options: Pipeline | None = None) -> Json:

@@ -291,6 +291,7 @@ def capacity_below_the_peak(value: Json) -> None:
     """By one byte, on the fullest device."""
     said = value["certificate"]
     at = value["schedule"]["devices"].index(said["peak_device"])
+    assert value["memory"]["capacity"][at] >= said["peak_bytes_max"]
     value["memory"]["capacity"][at] = said["peak_bytes_max"] - 1
 
 
@@ -390,6 +391,8 @@ def said_to_be_unsafe(value: Json) -> None:
 
 
 WITH_RELAYS = ("relays", "tight", "sharded", "experts", "stale", "swap-full", "8b-zero1")
+#: Where figures are lied about: what is said of them does not depend on the size.
+FIGURED = (*TINY, "8b-grows", "overlap")
 IN_TIGHT_MODE = ("tight", "swap-full")
 
 FAULTS: list[tuple[Fault, str, tuple[str, ...]]] = [
@@ -426,35 +429,35 @@ FAULTS: list[tuple[Fault, str, tuple[str, ...]]] = [
     (more_host_memory_than_there_is, "memory", ALL),
     (everything_acquired_first, "memory", ("swap-full",)),
     (two_owners, "processes", ("concurrent", "overlap", "relays", "swap-full")),
-    (started_by_another, "processes", ("concurrent", "overlap")),
+    (started_by_another, "processes", ("concurrent",)),
     (never_started, "processes", ("concurrent", "overlap", "relays", "experts")),
     (started_twice, "processes", ("concurrent", "overlap", "relays", "experts")),
     (processes_for_free, "processes", ALL),
     (engines_for_free, "processes", ("overlap", "8b-grows")),
-    (wrong_bytes, "moves", ALL),
-    (wrong_link, "moves", ALL),
-    (local_that_crosses, "moves", ALL),
-    (figure("moved_bytes", 1), "certificate", ALL),
-    (figure("local_bytes", 1), "certificate", ALL),
-    (figure("node_in_bytes_max", -1), "certificate", ALL),
-    (figure("kept_bytes", 1), "certificate", ALL),
-    (figure("derived_bytes", 1), "certificate", ALL),
-    (figure("num_waves", -1), "certificate", ALL),
-    (figure("peak_bytes_max", -1), "certificate", ALL),
+    (wrong_bytes, "moves", FIGURED),
+    (wrong_link, "moves", FIGURED),
+    (local_that_crosses, "moves", FIGURED),
+    (figure("moved_bytes", 1), "certificate", FIGURED),
+    (figure("local_bytes", 1), "certificate", FIGURED),
+    (figure("node_in_bytes_max", -1), "certificate", FIGURED),
+    (figure("kept_bytes", 1), "certificate", FIGURED),
+    (figure("derived_bytes", 1), "certificate", FIGURED),
+    (figure("num_waves", -1), "certificate", FIGURED),
+    (figure("peak_bytes_max", -1), "certificate", FIGURED),
     (figure("peak_bytes_max", 1), "certificate", ("relays", "8b-grows")),
-    (figure("capacity_bytes", 1), "certificate", ALL),
-    (figure("setup_s", 0.1), "certificate", ALL),
-    (figure("downtime_s", -0.1), "certificate", ALL),
-    (figure("background_s", 1), "certificate", ALL),
-    (scaled("transfer_s", 0.1), "certificate", ALL),
-    (link_figure, "certificate", ALL),
+    (figure("capacity_bytes", 1), "certificate", FIGURED),
+    (figure("setup_s", 0.1), "certificate", FIGURED),
+    (figure("downtime_s", -0.1), "certificate", FIGURED),
+    (figure("background_s", 1), "certificate", FIGURED),
+    (scaled("transfer_s", 0.1), "certificate", FIGURED),
+    (link_figure, "certificate", FIGURED),
     (no_return_hidden, "certificate", IN_TIGHT_MODE),
     (said_to_be_unsafe, "certificate", TINY),
-    (figure("bound_moved_bytes", 1), "bounds", ALL),
-    (figure("bound_moved_bytes", -1), "bounds", ALL),
-    (figure("bound_node_in_bytes_max", 1), "bounds", ALL),
+    (figure("bound_moved_bytes", 1), "bounds", FIGURED),
+    (figure("bound_moved_bytes", -1), "bounds", FIGURED),
+    (figure("bound_node_in_bytes_max", 1), "bounds", FIGURED),
     (figure("best_bound_moved_bytes", 10**15), "bounds", TINY),
-    (scaled("bound_transfer_s", 100.0), "bounds", ALL),
+    (scaled("bound_transfer_s", 100.0), "bounds", FIGURED),
 ]
 
 
@@ -510,10 +513,8 @@ def test_two_owners_in_the_plan_itself() -> None:
     """A plan that the front end refuses: in asynchronous mode generation shares no GPU."""
     value = document("concurrent")
     text = value["plans"]["new"]["text"]
-    assert "on          = n[1-2]" in text or "n[1-2]" in text
-    value["plans"]["new"]["text"] = text.replace("on             = n0", "on             = n1").replace(
-        "place          = n0", "place          = n1"
-    )
+    assert text.count("= n0\n") == 2, "generation lies on n0: its devices and their order"
+    value["plans"]["new"]["text"] = text.replace("= n0\n", "= n1\n")
     found = broken(value)
     assert "plans" in found and "processes" in found
 
