@@ -78,4 +78,5 @@ def bounds(diff: Diff, links: Links) -> Bounds:
         at = int(np.argmax(seconds))
         if seconds[at] > best:
             best, limited = float(seconds[at]), f"{what} of {name(at)}"
+    moved -= diff.foregone_bytes
     return Bounds(moved_bytes=moved, node_in_bytes=tuple(int(b) for b in nic_in), transfer_s=best, limited_by=limited)

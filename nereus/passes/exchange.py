@@ -15,6 +15,7 @@ from nereus.passes import check
 from nereus.passes.compiled import Exchange, schedule_digest
 from nereus.passes.diff import Diff, diff
 from nereus.passes.manager import Pipeline
+from nereus.passes.route import Route
 from nereus.passes.storages import StorageMap
 
 
@@ -30,7 +31,7 @@ def compile_exchange(
     old: Holdings, new: Holdings, topology: Topology, options: Pipeline | None = None, *, origin: bytes = b""
 ) -> Exchange:
     """Raises ExchangeError. ``origin``: what both holdings were made from, for the digest."""
-    pipeline = options or Pipeline()
+    pipeline = options or Pipeline(route=Route(flow_bound=0))
     _check_slots(old, new)
     difference = diff(old, new, topology, derive=False)
     _check_found(difference)

@@ -118,7 +118,7 @@ def _with_option(pipeline: Pipeline, name: str, word: str) -> Pipeline:
         number = int(value)
     except ValueError:
         raise ValueError(f"{name}: {key} is a whole number, not {value!r}") from None
-    if number <= 0:
+    if number < 0 or (number == 0 and key != "flow_bound"):
         raise ValueError(f"{name}: {key} must be positive")
     options = replace(getattr(pipeline, kind), **{key: number})
     return replace(pipeline, **{kind: options})

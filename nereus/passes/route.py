@@ -10,12 +10,13 @@ the placement.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nereus.ir.intervals import Intervals
 from nereus.ir.transition import INTER, LOCAL, Move
 from nereus.ir.units import MIB
 from nereus.passes.bound import Bounds, bounds
+from nereus.passes.class_order import ClassOrder, class_order
 from nereus.passes.diff import Demand, Diff
 from nereus.passes.links import Links
 from nereus.passes.stripes import Stripe, to_moves
@@ -41,18 +42,32 @@ class Routed:
     ports: Ports
     links: Links
     bound: Bounds
+    foregone_bytes: int  # Diff.foregone_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """``min_stripe_bytes``: stripes smaller than this are not cut further."""
+    """``min_stripe_bytes``: stripes smaller than this are not cut further. ``flow_bound``: where routing does not come
+    within so many percent of the bound of single ports, the better bound of the flow programme is worked out (0:
+    never)."""
 
     min_stripe_bytes: int = 1 * MIB
+    flow_bound: int = 1
 
     name = "route"
 
     def apply(self, diff: Diff) -> Routed:
-        return _Router(self, diff).run()
+        routed = _Router(self, diff).run()
+        least = routed.bound.transfer_s
+        if self.flow_bound and routed.ports.busiest_s > least * (1 + self.flow_bound / 100):
+            # Linear programming takes longer to import than most plans to compile, and few need it.
+            from nereus.passes.flow_bound import diff_flow_bound
+
+            flow = diff_flow_bound(diff, routed.links)
+            if flow.transfer_s > least:
+                bound = replace(routed.bound, transfer_s=flow.transfer_s, limited_by=flow.limited_by)
+                return replace(routed, bound=bound)
+        return routed
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +95,8 @@ class _Router:
         self.stripes: list[Stripe] = []
         self.widths = [table.element_bytes for table in diff.tables]
         self.regions: list[Intervals] = []
-        self.region_of: dict[tuple[int, bytes], int] = {}
-        # region -> node -> what it took in
+        self.orders: dict[tuple[int, int], ClassOrder] = {}
+        # region (a class) -> node -> what it took in
         self.taken: dict[int, dict[int, list[_Taken]]] = {}
         self.holders_by_node: dict[tuple[int, int], dict[int, list[int]]] = {}
 
@@ -89,7 +104,13 @@ class _Router:
         for demand in self._order():
             self._route(demand)
         moves = to_moves(self.stripes, self.regions, self.widths)
-        return Routed(moves=tuple(moves), ports=self.ports, links=self.links, bound=self.bound)
+        return Routed(
+            moves=tuple(moves),
+            ports=self.ports,
+            links=self.links,
+            bound=self.bound,
+            foregone_bytes=self.diff.foregone_bytes,
+        )
 
     def _order(self) -> list[Demand]:
         """Bytes that several nodes want go to one of them first, which can then relay them: to the one that had least
@@ -100,7 +121,8 @@ class _Router:
         first: list[Demand] = []
         rest: list[Demand] = []
         expected = [0] * len(self.ports.nic_out)  # bytes that each node holds for others, or is to relay
-        for demands in by_class.values():
+        for key, demands in by_class.items():
+            self.orders[key] = self._class_order(demands)
             holders = self._holders(demands[0])
             for node in holders:
                 expected[node] += max(d.num_bytes for d in demands) // len(holders)
@@ -113,22 +135,22 @@ class _Router:
                 first.append(chosen)
                 rest += (d for d in outside if d is not chosen)
 
-        def key(demand: Demand) -> tuple[object, ...]:
+        def rank(demand: Demand) -> tuple[object, ...]:
             few = min(len(self._holders(demand)), 2)
             return few, -demand.num_bytes, demand.table, demand.cls, demand.node, demand.wanters
 
-        return [*sorted(first, key=key), *sorted(rest, key=key)]
+        return [*sorted(first, key=rank), *sorted(rest, key=rank)]
 
-    def _region(self, demand: Demand) -> int:
-        """Number of the demand's region; demands of several nodes for the same intervals share one, so that what one
-        took in is what another wants."""
-        key = (demand.table, demand.intervals.tobytes())
-        if key not in self.region_of:
-            table = self.diff.tables[demand.table]
-            rows = demand.intervals
-            self.region_of[key] = len(self.regions)
-            self.regions.append(Intervals(table.cell[rows], table.start[rows], table.stop[rows]))
-        return self.region_of[key]
+    def _class_order(self, demands: list[Demand]) -> ClassOrder:
+        table = self.diff.tables[demands[0].table]
+        order = class_order(len(self.regions), [d.intervals for d in demands])
+        self.regions.append(Intervals(table.cell[order.rows], table.start[order.rows], table.stop[order.rows]))
+        return order.with_sizes(table.stop - table.start)
+
+    def _ranges(self, demand: Demand) -> tuple[int, list[tuple[int, int]]]:
+        """The region (all of the demand's class) and what the demand lacks of it, as ranges of its elements."""
+        order = self.orders[demand.table, demand.cls]
+        return order.region, order.ranges(demand.intervals)
 
     def _holders(self, demand: Demand) -> dict[int, list[int]]:
         key = (demand.table, demand.cls)
@@ -143,25 +165,26 @@ class _Router:
         """Wanters in one host memory are one: each takes in a part and copies the others' from each other."""
         gpus = tuple(place for place in demand.wanters if place < self.num_devices)
         hosts = demand.wanters[len(gpus) :]  # ascending: host places follow the GPUs
-        region = self._region(demand)
-        numel = self.regions[region].numel
-        if len(hosts) < 2:
-            self._deliver(demand, region, demand.wanters, 0, numel)
-            return
-        if gpus:
-            self._deliver(demand, region, gpus, 0, numel)
-        arrived: list[tuple[int, range]] = []
-        for at, host in enumerate(hosts):
-            first = len(self.stripes)
-            self._deliver(demand, region, (host,), numel * at // len(hosts), numel * (at + 1) // len(hosts))
-            arrived.append((host, range(first, len(self.stripes))))
-        for source, numbers in arrived:
-            for number in numbers:
-                stripe = self.stripes[number]
-                if stripe.dst == source:
-                    for other in hosts:
-                        if other != source:
-                            self._add(source, other, demand.table, region, stripe.lo, stripe.hi, number)
+        region, ranges = self._ranges(demand)
+        for lo, hi in ranges:
+            if len(hosts) < 2:
+                self._deliver(demand, region, demand.wanters, lo, hi)
+                continue
+            if gpus:
+                self._deliver(demand, region, gpus, lo, hi)
+            arrived: list[tuple[int, range]] = []
+            for at, host in enumerate(hosts):
+                first = len(self.stripes)
+                a, b = (lo + (hi - lo) * i // len(hosts) for i in (at, at + 1))
+                self._deliver(demand, region, (host,), a, b)
+                arrived.append((host, range(first, len(self.stripes))))
+            for source, numbers in arrived:
+                for number in numbers:
+                    stripe = self.stripes[number]
+                    if stripe.dst == source:
+                        for other in hosts:
+                            if other != source:
+                                self._add(source, other, demand.table, region, stripe.lo, stripe.hi, number)
 
     def _deliver(self, demand: Demand, region: int, wanters: tuple[int, ...], lo: int, hi: int) -> None:
         """Elements ``lo..hi`` of the region to every one of ``wanters``."""
@@ -253,34 +276,38 @@ class _Router:
         self, demand: Demand, region: int, holders: dict[int, list[int]], lo: int, hi: int
     ) -> tuple[int, int, int, int]:
         """(place, how far it sends, stripe that it relays or -1, depth) for the elements from ``lo``."""
-        width, nic = self.widths[demand.table], self.links.nic
-        busy = self.ports.nic_out
+        width, nic, pcie = self.widths[demand.table], self.links.nic, self.links.pcie
+        busy, out = self.ports.nic_out, self.ports.gpu_out
         least = min(max(self.options.min_stripe_bytes // width, 1), hi - lo)
         node = min(holders, key=busy.__getitem__)
-        rate = max(nic[node], nic[demand.node]) * width
-        relays = self.taken.get(region, {})
+        places = holders[node]
+        place = places[0] if len(places) == 1 else min(places, key=lambda p: (self._out_load(p), p))
+        rate, gpu_rate = max(nic[node], nic[demand.node]) * width, pcie[node] * width
         candidates = [
             (part, other)
-            for other, parts in relays.items()
+            for other, parts in self.taken.get(region, {}).items()
             if other != demand.node
             for part in parts
             if part.lo <= lo < part.hi
         ]
         while True:
-            room = int((self.target_s - busy[node]) / rate)
+            target = self.target_s
+            room = int(min((target - busy[node]) / rate, (target - self._out_load(place)) / gpu_rate))
             if room >= least:
-                places = holders[node]
-                place = places[0] if len(places) == 1 else min(places, key=lambda p: (self._out_load(p), p))
-                stop = hi if hi - lo - room < least else lo + room
-                return place, stop, -1, 1
-            fitting = []
+                return place, hi if hi - lo - room < least else lo + room, -1, 1
+            best: tuple[int, float, _Taken, int] | None = None
             for part, other in candidates:
-                each = max(nic[other], nic[demand.node]) * width
-                stop = min(part.hi, hi, lo + int((self.target_s - busy[other]) / each))
-                if stop - lo >= least:
-                    fitting.append((part.depth, busy[other], part, stop))
-            if fitting:
-                depth, _, part, stop = min(fitting, key=lambda f: f[:2])
+                load = max(busy[other], out[part.place % self.num_devices])
+                if load < target and (best is None or (part.depth, load) < best[:2]):
+                    each = max(nic[other], nic[demand.node]) * width
+                    room = int(
+                        min((target - busy[other]) / each, (target - self._out_load(part.place)) / pcie[other] / width)
+                    )
+                    stop = min(part.hi, hi, lo + room)
+                    if stop - lo >= least:
+                        best = (part.depth, load, part, stop)
+            if best is not None:
+                depth, _, part, stop = best
                 return part.place, stop, part.stripe, depth + 1
             # No port ends in time: all of them must last longer.
             self.target_s *= 1.02

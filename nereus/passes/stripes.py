@@ -10,6 +10,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from nereus.ir.intervals import Intervals
 from nereus.ir.transition import Move
 
@@ -93,12 +95,21 @@ class _Parts:
             first, last = bisect_left(self.begin, lo), bisect_left(self.begin, hi)
             whole = last - first == len(self.pieces)
             if whole:
-                self.known[key] = self.region
+                self.known[key] = _ascending(self.region)
             elif last - first == 1:
-                self.known[key] = self.pieces[first]
+                self.known[key] = _ascending(self.pieces[first])
             else:
-                self.known[key] = self.region.cut_at([p for p in (lo, hi) if 0 < p < self.region.numel])[lo > 0]
+                piece = self.region.cut_at([p for p in (lo, hi) if 0 < p < self.region.numel])[lo > 0]
+                self.known[key] = _ascending(piece)
         return self.known[key]
+
+
+def _ascending(part: Intervals) -> Intervals:
+    """Sorted by place: a region may be laid out in another order."""
+    if bool((np.diff(part.cell) > 0).all()):
+        return part
+    order = np.lexsort((part.start, part.cell))
+    return Intervals(part.cell[order], part.start[order], part.stop[order])
 
 
 def cut_moves(moves: Sequence[Move], most_bytes: int) -> list[Move]:

@@ -113,7 +113,7 @@ def _diff_problem(difference: Diff) -> str | None:
 def _route_problem(routed: Routed) -> str | None:
     """Moves carry exactly the bound, and a relay follows what it relays."""
     moved = sum(move.num_bytes for move in routed.moves if move.link != LOCAL)
-    if moved != routed.bound.moved_bytes:
+    if moved != routed.bound.moved_bytes + routed.foregone_bytes:
         return f"{moved} bytes routed, {routed.bound.moved_bytes} demanded"
     if any(before >= number for number, move in enumerate(routed.moves) for before in move.after):
         return "a relay comes before what it relays"

@@ -1,0 +1,56 @@
+"""The order in which a class of atoms is laid out for routing: what the same nodes lack lies together.
+
+Every node lacks a class but for the little that its ranks derive themselves (bf16 weights of their own fp32 masters),
+so the needs of two nodes are nearly one, and what one took in the other can relay. In this order a need is one or a
+few ranges of the class's elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from nereus.ir.layout import IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassOrder:
+    """``rows``: interval numbers of the table, in the class's order. ``begin[i]``: elements before row i, and the
+    total."""
+
+    region: int
+    rows: IntArray
+    begin: IntArray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
+
+    def with_sizes(self, numel: IntArray) -> ClassOrder:
+        return replace(self, begin=np.concatenate(([0], np.cumsum(numel[self.rows]))))
+
+    def ranges(self, intervals: IntArray) -> list[tuple[int, int]]:
+        """Where ``intervals`` (ascending interval numbers) lie, as ranges of elements, ascending."""
+        if len(intervals) == len(self.rows):
+            return [(0, int(self.begin[-1]))]
+        at = np.flatnonzero(np.isin(self.rows, intervals, assume_unique=True))
+        first = np.flatnonzero(np.diff(at, prepend=-2) > 1)
+        last = np.append(first[1:], len(at)) - 1
+        return list(zip(self.begin[at[first]].tolist(), self.begin[at[last] + 1].tolist(), strict=True))
+
+
+def class_order(region: int, needs: Sequence[IntArray]) -> ClassOrder:
+    """``needs``: the interval numbers of each demand for the class, ascending."""
+    rows = max(needs, key=len)
+    if any(len(need) != len(rows) for need in needs) or len(needs) > 1:
+        rows = np.unique(np.concatenate(needs))
+    if all(len(need) == len(rows) for need in needs):
+        return ClassOrder(region=region, rows=rows)
+    # Rows that the same demands lack get one number; few demands lack few rows, so the numbers are built from those.
+    mark = np.zeros(len(rows), dtype=np.int64)
+    for need in needs:
+        if len(need) == len(rows):
+            continue
+        inside = np.searchsorted(rows, need)
+        short = len(need) * 2 < len(rows)
+        chosen = inside if short else np.setdiff1d(np.arange(len(rows)), inside, assume_unique=True)
+        mark[chosen] = mark.max() + 1 + np.unique(mark[chosen], return_inverse=True)[1]
+    return ClassOrder(region=region, rows=rows[np.argsort(mark, kind="stable")])
