@@ -22,18 +22,24 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """Bytes with one set of holders that one set of places lacks. ``atom`` is the caller's number for them."""
+    """Bytes with one set of holders that one set of places lacks. ``atom`` is the caller's number for them,
+    ``element_bytes`` what cannot be cut; ``kin``: flows of one number (>= 0) have the same holders, and nearly the same
+    places lack them, so that they are planned together."""
 
     atom: int
     num_bytes: int
     holders: tuple[int, ...]
     wanters: tuple[int, ...]
+    element_bytes: int = 1
+    kin: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commodities:
     """Incidences are pairs of columns, grouped by their first."""
 
+    #: What each class was made from: the position of its key (flows), or of its first demand's class (a diff).
+    members: tuple[tuple[int, ...], ...]
     first_bytes: FloatArray  # class -> bytes that must leave the holders' nodes at least once
     holder_class: IntArray
     holder_place: IntArray
@@ -66,26 +72,43 @@ class Want:
 
 
 def commodities_of_flows(flows: Iterable[Flow], links: Links) -> Commodities:
-    merged: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
-    for flow in flows:
-        key = (flow.holders, flow.wanters)
-        merged[key] = merged.get(key, 0) + flow.num_bytes
+    """``members``: positions of the flows. Flows of one kin are one class: its demands are what each wanter lacks."""
+    kin: dict[Hashable, list[tuple[int, Flow]]] = {}
+    for position, flow in enumerate(flows):
+        key: Hashable = (flow.holders, flow.wanters) if flow.kin < 0 else flow.kin
+        kin.setdefault(key, []).append((position, flow))
     rows = []
-    for (holders, wanters), num_bytes in merged.items():
-        by_node: dict[int, list[int]] = {}
-        for place in wanters:
-            by_node.setdefault(links.node(place), []).append(place)
-        wants = [Want(node=n, num_bytes=num_bytes, places=tuple(p)) for n, p in by_node.items()]
-        rows.append((holders, wants, num_bytes))
+    for members in kin.values():
+        holders = members[0][1].holders
+        nodes = {links.node(place) for place in holders}
+        leaving = 0
+        wants: dict[tuple[int, tuple[int, ...]], int] = {}
+        for _, flow in members:
+            by_node: dict[int, list[int]] = {}
+            for place in flow.wanters:
+                by_node.setdefault(links.node(place), []).append(place)
+            for node, places in by_node.items():
+                want = (node, tuple(places))
+                wants[want] = wants.get(want, 0) + flow.num_bytes
+            leaving += flow.num_bytes if any(node not in nodes for node in by_node) else 0
+        rows.append(
+            _Row(
+                holders=holders,
+                wants=[Want(node=node, num_bytes=n, places=places) for (node, places), n in wants.items()],
+                leaving=leaving,
+                members=tuple(position for position, _ in members),
+            )
+        )
     return _columns(rows, links)
 
 
 def commodities_of_diff(diff: Diff, links: Links) -> Commodities:
-    """Demands of a class may lack different parts of it (what a place derives it does not lack)."""
+    """Demands of a class may lack different parts of it (what a place derives it does not lack). ``members``: positions
+    of the diff's classes that have demands, in the order of their first."""
     by_class: dict[tuple[int, int], list[Demand]] = {}
     for demand in diff.demands:
         by_class.setdefault((demand.table, demand.cls), []).append(demand)
-    merged: dict[Hashable, tuple[tuple[int, ...], list[Want], int]] = {}
+    merged: dict[Hashable, _Row] = {}
     for number, ((table, cls), demands) in enumerate(by_class.items()):
         holders = diff.holders[table][cls]
         nodes = {links.node(place) for place in holders}
@@ -94,14 +117,16 @@ def commodities_of_diff(diff: Diff, links: Links) -> Commodities:
         # Only demands of equal parts of a class add up: the shares of the sum are shares of each.
         equal = all(d.num_bytes == demands[0].num_bytes for d in demands)
         key: Hashable = (holders, tuple((w.node, w.places) for w in wants)) if equal else number
+        members: tuple[int, ...] = (number,)
         known = merged.get(key)
         if known is not None:
             wants = [
                 Want(node=a.node, num_bytes=a.num_bytes + b.num_bytes, places=a.places)
-                for a, b in zip(wants, known[1], strict=True)
+                for a, b in zip(wants, known.wants, strict=True)
             ]
-            leaving += known[2]
-        merged[key] = (holders, wants, leaving)
+            leaving += known.leaving
+            members = (*known.members, number)
+        merged[key] = _Row(holders=holders, wants=wants, leaving=leaving, members=members)
     return _columns(list(merged.values()), links)
 
 
@@ -119,7 +144,15 @@ def _union_bytes(diff: Diff, demands: Sequence[Demand]) -> int:
     return int(((table.stop - table.start)[wanted]).sum()) * table.element_bytes
 
 
-def _columns(rows: Sequence[tuple[tuple[int, ...], Sequence[Want], int]], links: Links) -> Commodities:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    holders: tuple[int, ...]
+    wants: Sequence[Want]
+    leaving: int
+    members: tuple[int, ...]
+
+
+def _columns(rows: Sequence[_Row], links: Links) -> Commodities:
     holder_class: list[int] = []
     holder_place: list[int] = []
     demand_class: list[int] = []
@@ -132,14 +165,15 @@ def _columns(rows: Sequence[tuple[tuple[int, ...], Sequence[Want], int]], links:
     inside: list[bool] = []
     first: list[int] = []
     copies = np.zeros(len(links.nic))
-    for holders, wants, leaving in rows:
+    members: list[tuple[int, ...]] = []
+    for row in rows:
         cls = len(first)
         moves = leaves = False
-        senders = list(holders)
+        senders = list(row.holders)
         by_node: dict[int, list[int]] = {}
-        for place in holders:
+        for place in row.holders:
             by_node.setdefault(links.node(place), []).append(place)
-        for want in wants:
+        for want in row.wants:
             near = by_node.get(want.node, [])
             gpus = [p for p in want.places if p < links.num_devices]
             hosts = want.places[len(gpus) :]
@@ -163,10 +197,12 @@ def _columns(rows: Sequence[tuple[tuple[int, ...], Sequence[Want], int]], links:
             near_place += near
             moves, leaves = True, leaves or not near
         if moves:
-            first.append(leaving if leaves else 0)
+            first.append(row.leaving if leaves else 0)
+            members.append(row.members)
             holder_class += [cls] * len(senders)
             holder_place += senders
     return Commodities(
+        members=tuple(members),
         first_bytes=np.array(first, dtype=np.float64),
         holder_class=_ints(holder_class),
         holder_place=_ints(holder_place),

@@ -50,21 +50,32 @@ def flow_bound(commodities: Commodities, links: Links, topology: Topology) -> Fl
     unit_s = priced_bound(commodities, links, _even_prices(links))
     size = len(commodities.wanter_place) + len(commodities.holder_place)
     merged = size > MAX_UNMERGED
-    programme = FlowProgramme(commodities, links, unit_s)
-    solution = programme.solve(merge=merged)
-    proved = priced_bound(commodities, links, solution.prices)
+    best = _attempt(commodities, links, unit_s, merge=merged, wide=False)
     # Prices that prove less than their value: what was merged is not alike, or a way that was left out is cheaper.
-    if merged and proved < GOOD * solution.value_s and size <= MAX_AGAIN:
-        merged = False
-        solution = programme.solve(merge=False)
-        proved = max(proved, priced_bound(commodities, links, solution.prices))
-    if not merged and proved < EXACT * solution.value_s:
-        solution = FlowProgramme(commodities, links, unit_s, wide=True).solve(merge=False)
-        proved = max(proved, priced_bound(commodities, links, solution.prices))
+    if merged and size <= MAX_AGAIN and (best is None or best[0] < GOOD * best[1].value_s):
+        again = _attempt(commodities, links, unit_s, merge=False, wide=False)
+        if again is not None and (best is None or again[0] >= best[0]):
+            best, merged = again, False
+    if not merged and (best is None or best[0] < EXACT * best[1].value_s):
+        again = _attempt(commodities, links, unit_s, merge=False, wide=True)
+        if again is not None and (best is None or again[0] >= best[0]):
+            best = again
+    proved, solution = best or (unit_s, None)
     if copies_s > proved:
         return FlowBound(transfer_s=copies_s, limited_by=copying, solution=solution, merged=merged)
-    limited_by = _dearest(solution.prices, topology)
+    limited_by = _dearest(solution.prices, topology) if solution else "all ports together"
     return FlowBound(transfer_s=proved, limited_by=limited_by, solution=solution, merged=merged)
+
+
+def _attempt(
+    commodities: Commodities, links: Links, unit_s: float, *, merge: bool, wide: bool
+) -> tuple[float, FlowSolution] | None:
+    """(seconds proved, solution); None where the solver gives up: the bound is then lower, not wrong."""
+    try:
+        solution = FlowProgramme(commodities, links, unit_s, wide=wide).solve(merge=merge)
+    except RuntimeError:
+        return None
+    return priced_bound(commodities, links, solution.prices), solution
 
 
 def _even_prices(links: Links) -> Prices:

@@ -146,7 +146,8 @@ class FlowProgramme:
         sender_class = np.concatenate((c.holder_class, c.demand_class[demand[relay]]))
         sender_place = np.concatenate((c.holder_place, c.wanter_place[relay]))
         self.beside = np.concatenate((np.ones(len(c.holder_class), dtype=bool), c.inside[demand[relay]]))
-        label = mix(self.class_label[sender_class] + self.place_label[sender_place], 30)
+        label = self.class_label[sender_class] + self.place_label[sender_place] + mix(self.beside.astype(np.int64))
+        label = mix(label + mix(np.arange(len(label)) < len(c.holder_class)), 30)
         self.senders = (sender_class, sender_place, self.lp.add_columns(label))
 
     def _inner_senders(self, kind: int, near: BoolArray, wanters: BoolArray) -> _Senders:
@@ -154,7 +155,7 @@ class FlowProgramme:
         demand = np.concatenate((c.near_demand[near], c.wanter_demand[wanters]))
         place = np.concatenate((c.near_place[near], c.wanter_place[wanters]))
         holds = np.arange(len(demand)) < int(near.sum())
-        label = mix(self.demand_label[demand] + self.place_label[place], kind)
+        label = mix(self.demand_label[demand] + self.place_label[place] + mix(holds.astype(np.int64)), kind)
         return _Senders(demand, place, holds, self.lp.add_columns(label))
 
     def _intake_rows(self) -> None:
@@ -172,7 +173,7 @@ class FlowProgramme:
 
     def _inner_rows(self) -> None:
         """What is taken in inside a node is sent inside it; each byte enters; who takes it in alone sends it on."""
-        c, demand, terms = self.c, self.c.wanter_demand, self.lp.add_terms
+        demand, terms = self.c.wanter_demand, self.lp.add_terms
         (outside, out_columns), (near, gpu_columns), (far, host_columns) = self.ways
         zero = np.zeros(self.num)
         to_gpu = self.gpu[near]
