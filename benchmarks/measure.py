@@ -36,6 +36,7 @@ class BaselineRow:
     overflows: bool = False
     simulated: bool = True
     cannot: str | None = None
+    altered: str | None = None
     fails: str | None = None
 
 
@@ -63,10 +64,10 @@ class Row:
 
     @property
     def transfer_ratio(self) -> float:
-        """1 where both are below the fixed cost of an operation."""
-        if self.transfer_s <= MESSAGE_S and self.bound_s <= MESSAGE_S:
+        """Where something moves, no transfer is shorter than one message."""
+        if self.transfer_s <= MESSAGE_S:
             return 1.0
-        return self.transfer_s / self.bound_s if self.bound_s else float("inf")
+        return self.transfer_s / max(self.bound_s, MESSAGE_S)
 
     @property
     def bytes_ratio(self) -> float:
@@ -142,7 +143,7 @@ def _simulate_own(transition: Transition) -> tuple[float, float | None]:
     if own.job.num_ops > MOST_OPS:
         return certificate.downtime_s, None
     outcome = simulate(own.job, quantum_s=coarse_quantum_s(own.job))
-    return own.stopped_s(outcome) + certificate.drain_s, own.transfer_s(outcome)
+    return own.stopped_s(outcome), own.transfer_s(outcome)
 
 
 def _busiest_nic_s(transition: Transition, links: Links) -> float:
@@ -177,6 +178,7 @@ def _baseline_row(answer: Answer) -> BaselineRow:
         peak_bytes=answer.gpu_peak_bytes,
         overflows=answer.overflows,
         simulated=simulated,
+        altered=answer.altered,
         fails=fails,
     )
 

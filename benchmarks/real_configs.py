@@ -118,6 +118,15 @@ def _verl() -> Iterator[Case]:
         [_megatron("actor", "n0", tp=4, zero=1)],
         gpu="h200-sxm-141gb",
     )
+    # Hybrid rollout replicas beside the trainer: half of them are switched off, the one change that sleeping can make.
+    models = _models("qwen2-7b")
+    yield _case(
+        "verl-qwen2-7b-hybrid-rollout-8-to-4",
+        8,
+        models,
+        [_fsdp("actor", "n0"), _rollout(on(0, 8), 1)],
+        [_fsdp("actor", "n0"), _rollout(on(0, 4), 1)],
+    )
     # Fully asynchronous 30B-A3B, 96 rollout + 32 training GPUs: a node per side moves.
     models = _models("qwen3-30b-a3b")
     yield _case(

@@ -41,7 +41,8 @@ def summary(rows: Sequence[Row]) -> dict[str, object]:
 def _against(rows: Sequence[Row], name: str) -> dict[str, object]:
     pairs = [(row, row.baselines[name]) for row in rows if name in row.baselines]
     does = [(row, other) for row, other in pairs if other.cannot is None]
-    done = [(row, other) for row, other in does if other.fails is None]
+    does_it = [(row, other) for row, other in does if other.altered is None]
+    done = [(row, other) for row, other in does_it if other.fails is None]
     factors = {
         "stop": [other.stop_s / row.stop_s for row, other in done if other.stop_s is not None and row.stop_s > 0],
         "transfer": [
@@ -49,15 +50,18 @@ def _against(rows: Sequence[Row], name: str) -> dict[str, object]:
             for row, other in done
             if other.transfer_s is not None and row.transfer_s > 1e-4
         ],
-        "bytes": [other.moved_bytes / row.moved_bytes for row, other in does if other.moved_bytes and row.moved_bytes],
+        "bytes": [
+            other.moved_bytes / row.moved_bytes for row, other in does_it if other.moved_bytes and row.moved_bytes
+        ],
         "peak": [
             other.peak_bytes / row.transfer_peak_bytes
-            for row, other in does
+            for row, other in does_it
             if other.peak_bytes and row.transfer_peak_bytes
         ],
     }
     return {
         "transitions": len(pairs),
+        "altered": sum(other.altered is not None for _, other in does),
         "cannot": sum(other.cannot is not None for _, other in pairs),
         "fails": sum(other.fails is not None for _, other in does),
         "overflows": sum(other.overflows for _, other in does),
@@ -89,7 +93,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _baseline_cell(row: Row, other: BaselineRow) -> str:
-    """``stop s; bytes x; peak x``; ``!``: memory does not hold it, ``~``: only ports were added up."""
+    """``stop s; bytes x; peak x``; ``!``: memory does not hold it, ``~``: only ports added up, ``*``: altered."""
     if other.cannot is not None:
         return "cannot"
     stop = "never" if other.stop_s is None else f"{'' if other.simulated else '~'}{other.stop_s:.1f}"
@@ -97,7 +101,7 @@ def _baseline_cell(row: Row, other: BaselineRow) -> str:
         stop = f"fails ({stop})" if other.stop_s is not None else "fails"
     moved = _factor(other.moved_bytes, row.moved_bytes)
     peak = _factor(other.peak_bytes, row.transfer_peak_bytes)
-    return f"{stop}; {moved}; {peak}{'!' if other.overflows else ''}"
+    return f"{stop}; {moved}; {peak}{'!' if other.overflows else ''}{'*' if other.altered else ''}"
 
 
 def _factor(theirs: int | None, ours: int) -> str:
@@ -157,9 +161,10 @@ def document(rows: Sequence[Row], refused: Sequence[Refused]) -> str:
         "",
         "Each cell: simulated stop in seconds; bytes and peak of the fullest GPU during the transfer as multiples of "
         "ours. `cannot`: the system does not do such a change. `fails`: it starts and does not get through, or finds "
-        "no order. `!`: some memory may not hold it. `~`: too large to simulate, only the busiest port's load. Every "
-        "system is charged our priors for engines, processes and groups unless it restarts by its own rules; what each "
-        "does is in `nereus/sim/baselines/`.",
+        "no order. `!`: some memory may not hold it. `~`: too large to simulate, only the busiest port's load. `*`: "
+        "made with optimizer state that is not sharded, not counted in the medians below. Every system is charged our "
+        "priors for engines, processes and groups unless it restarts by its own rules; what each does is in "
+        "`nereus/sim/baselines/`.",
         "",
         *_markdown(
             ("transition", "Nereus", *(f"{b.name} ({b.system})" for b in BASELINES)),
@@ -172,7 +177,7 @@ def document(rows: Sequence[Row], refused: Sequence[Refused]) -> str:
         "Over the transitions that a baseline does: medians, largest in brackets; no transfer where it restarts.",
         "",
         *_markdown(
-            ("baseline", "cannot", "fails", "memory over", "stop x", "transfer x", "bytes x", "peak x"),
+            ("baseline", "cannot", "altered", "fails", "memory over", "stop x", "transfer x", "bytes x", "peak x"),
             [_against_cells(rows, b.name) for b in BASELINES],
         ),
     ]
@@ -192,6 +197,7 @@ def _against_cells(rows: Sequence[Row], name: str) -> tuple[str, ...]:
     return (
         name,
         f"{found['cannot']} of {found['transitions']}",
+        str(found["altered"]),
         str(found["fails"]),
         str(found["overflows"]),
         *(factor(key) for key in ("stop", "transfer", "bytes", "peak")),

@@ -145,8 +145,15 @@ def test_primitives_cannot(settings: dict[str, object], why: str) -> None:
 
 def test_primitives_know_no_sharded_optimizer_state() -> None:
     """With ZeRO the paper's units still hold all of it, so more moves than there is."""
-    plain = [solve("primitives", *data_parallel(4, 8, zero=zero)).moved_bytes for zero in (0, 1)]
-    assert plain[0] == plain[1]
+    plain, sharded = (solve("primitives", *data_parallel(4, 8, zero=zero)) for zero in (0, 1))
+    assert plain.moved_bytes == sharded.moved_bytes
+    assert plain.altered is None
+    assert sharded.altered is not None
+    # 8B on one GPU each: 14 bytes per parameter and gradients fit nowhere.
+    plan = _eight_b(1, tp=1, zero=1)
+    answer = solve("primitives", plan, replace(plan, stages=tuple(replace(s, tp=2, dp=4) for s in plan.stages)))
+    assert answer.cannot is not None
+    assert "does not fit" in answer.cannot
 
 
 def test_sleep_and_wake_switch_whole_hybrid_replicas_only() -> None:
@@ -177,10 +184,10 @@ def test_storage_is_read_and_written_once_over_its_one_port() -> None:
     assert outcome.makespan_s == pytest.approx(RESTART_S + answer.moved_bytes / STORAGE_BYTES_PER_S, rel=0.01)
 
 
-def _eight_b(models: int) -> Plan:
+def _eight_b(models: int, *, tp: int = 4, zero: int = 0) -> Plan:
     named = ['model actor = "llama-3.1-8b"', 'model critic = "llama-3.1-8b" { head = value }'][:models]
     stages = [
-        f"stage {name}.train {{ backend = megatron  on = n0  tp = 4  micro_batch = 1  recompute = full }}"
+        f"stage {name}.train {{ backend = megatron  on = n0  tp = {tp}  zero = {zero}  recompute = full }}"
         for name in ("actor", "critic")[:models]
     ]
     text = "\n".join(

@@ -70,6 +70,8 @@ class Answer:
     blocking: bool = False
     storage_bytes_per_s: float = 0.0
     cannot: str | None = None
+    #: The change was made in other state than asked for; bytes and stop are then no comparison.
+    altered: str | None = None
     fails: str | None = None
     #: Devices that an owner holds before the first step.
     owned: tuple[int, ...] = ()

@@ -10,8 +10,8 @@ ties in the order generation, inference, training; an acquisition that does not 
 has not left, wait for a Destroy; where nothing can go the plan is infeasible.
 
 Out of scope as in the paper: context and expert parallelism, sharded optimizer state (stages with ZeRO are taken as
-replicated, so a unit is larger), interleaving, degrees that do not nest. Sources of Extends take turns; units are
-merged with neighbours. A model-stage that the old plan lacks is copied from the first replica of its model.
+replicated where that fits, so a unit is larger), interleaving, degrees that do not nest. Sources of Extends take turns;
+units are merged with neighbours. A model-stage that the old plan lacks is copied from the first replica of its model.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from math import gcd
 
 import numpy as np
 
+from nereus.ir.diagnostic import Severity
 from nereus.ir.holdings import StateSet
 from nereus.ir.layout import IntArray
+from nereus.models.memory import check_memory
 from nereus.passes.atoms import AtomTable
 from nereus.sim.baselines.answer import Answer, Step, Transfer, positive, refusal
 from nereus.sim.baselines.direct import lacks
@@ -76,13 +78,20 @@ class Primitives:
     system = "Nereus paper"
 
     def solve(self, problem: Problem) -> Answer:
+        altered = None
         if any(s.zero in (1, 2) for plan in (problem.old, problem.new) for s in plan.stages):
-            problem = build_problem(replicated(problem.old), replicated(problem.new))
+            altered = "sharded optimizer state is taken as replicated"
+            sides = replicated(problem.old), replicated(problem.new)
+            for plan in sides:
+                errors = [d for d in check_memory(plan) if d.severity is Severity.ERROR]
+                if errors:
+                    return refusal(self.name, problem, f"with whole optimizer states {errors[0].headline}")
+            problem = build_problem(*sides)
         try:
             lowered = {stage: _lower(problem, stage) for stage in problem.changed()}
         except _OutOfScope as reason:
             return refusal(self.name, problem, str(reason))
-        return _Join(self.name, problem, lowered).answer()
+        return replace(_Join(self.name, problem, lowered).answer(), altered=altered)
 
 
 def _lower(problem: Problem, stage: str) -> _Lowered:
