@@ -98,6 +98,8 @@ def paper() -> Iterator[Case]:
     for order_name, order in ORDERS.items():
         for gpus in (4, 8, 16, 32):
             yield _doubling(gpus, order_name, order)
+            if order_name == "replica":
+                yield _split_doubling(gpus)
         for gpus, old, new in (
             (8, (4, 2), (2, 4)),
             (8, (8, 1), (4, 2)),
@@ -120,6 +122,17 @@ def _doubling(gpus: int, order_name: str, order: str) -> Case:
         plan_text(nodes, EIGHT_B, [train(m, on(0, count), order, tp=4) for m in ("actor", "critic")])
         for count in (gpus, 2 * gpus)
     ]
+    return Case(name, "paper", 2 * gpus, pair(name, *texts))
+
+
+def _split_doubling(gpus: int) -> Case:
+    """The same with each model on its half: the actor's half grows into the critic's, which moves on."""
+    name = f"double-8b-split-{gpus}-to-{2 * gpus}"
+    texts = []
+    for count in (gpus, 2 * gpus):
+        halves = {"actor": on(0, count // 2), "critic": on(count // 2, count)}
+        stages = [train(m, where, tp=2 if gpus == 4 else 4) for m, where in halves.items()]
+        texts.append(plan_text(max(1, 2 * gpus // 8), EIGHT_B, stages))
     return Case(name, "paper", 2 * gpus, pair(name, *texts))
 
 
