@@ -47,6 +47,17 @@ def flow_bound(commodities: Commodities, links: Links, topology: Topology) -> Fl
         return FlowBound(
             transfer_s=copies_s, limited_by=copying if copies_s else "nothing moves", solution=None, merged=False
         )
+    proved, solution, merged = solve_flows(commodities, links)
+    if copies_s > proved:
+        return FlowBound(transfer_s=copies_s, limited_by=copying, solution=solution, merged=merged)
+    limited_by = _dearest(solution.prices, topology) if solution else "all ports together"
+    return FlowBound(transfer_s=proved, limited_by=limited_by, solution=solution, merged=merged)
+
+
+def solve_flows(commodities: Commodities, links: Links) -> tuple[float, FlowSolution | None, bool]:
+    """(seconds proved, solution, whether it is merged); no solution where nothing flows or the solver gives up."""
+    if not commodities.num_demands:
+        return 0.0, None, False
     unit_s = priced_bound(commodities, links, _even_prices(links))
     size = len(commodities.wanter_place) + len(commodities.holder_place)
     merged = size > MAX_UNMERGED
@@ -60,11 +71,7 @@ def flow_bound(commodities: Commodities, links: Links, topology: Topology) -> Fl
         again = _attempt(commodities, links, unit_s, merge=False, wide=True)
         if again is not None and (best is None or again[0] >= best[0]):
             best = again
-    proved, solution = best or (unit_s, None)
-    if copies_s > proved:
-        return FlowBound(transfer_s=copies_s, limited_by=copying, solution=solution, merged=merged)
-    limited_by = _dearest(solution.prices, topology) if solution else "all ports together"
-    return FlowBound(transfer_s=proved, limited_by=limited_by, solution=solution, merged=merged)
+    return (*best, merged) if best is not None else (unit_s, None, False)
 
 
 def _attempt(

@@ -24,7 +24,7 @@ import numpy as np
 
 from nereus.ir.layout import BoolArray, IntArray
 from nereus.passes.commodities import Commodities, FloatArray
-from nereus.passes.flow_merge import labels_of, mix
+from nereus.passes.flow_merge import Hashes, labels_of, mix
 from nereus.passes.flow_prices import Prices
 from nereus.passes.linear_program import LinearProgram
 from nereus.passes.links import Links
@@ -146,8 +146,9 @@ class FlowProgramme:
         sender_class = np.concatenate((c.holder_class, c.demand_class[demand[relay]]))
         sender_place = np.concatenate((c.holder_place, c.wanter_place[relay]))
         self.beside = np.concatenate((np.ones(len(c.holder_class), dtype=bool), c.inside[demand[relay]]))
-        label = self.class_label[sender_class] + self.place_label[sender_place] + mix(self.beside.astype(np.int64))
-        label = mix(label + mix(np.arange(len(label)) < len(c.holder_class)), 30)
+        label = self.class_label[sender_class] + self.place_label[sender_place]
+        label = label + mix(self.beside.astype(np.int64))
+        label = mix(label + mix((np.arange(len(label)) < len(c.holder_class)).astype(np.int64)), 30)
         self.senders = (sender_class, sender_place, self.lp.add_columns(label))
 
     def _inner_senders(self, kind: int, near: BoolArray, wanters: BoolArray) -> _Senders:
