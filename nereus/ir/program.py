@@ -48,7 +48,9 @@ class StorageSpec:
     """
 
     id: int
-    role: str  # old: released at the end; kept: in both plans, untouched; new: acquired here
+    #: old: released at the end; kept: in both plans, untouched; new: acquired here; staged: an old one's copy in host
+    #: memory, acquired and released on the way
+    role: str
     stage: str
     model: str
     tensor: str

@@ -8,7 +8,7 @@ waves, so the earliest unfinished one, in the order (wave, move number), can alw
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -36,6 +36,9 @@ class Schedule:
     acquire: dict[StorageKey, int]
     release: dict[StorageKey, int]
     transfer_s: float
+    #: Old storages that go to host memory on the way: (wave in which each is copied there and leaves its GPU, wave
+    #: after which it leaves host memory).
+    staged: dict[StorageKey, tuple[int, int]] = field(default_factory=dict)
 
     def wave_of_storage(self, key: StorageKey) -> int:
         return self.acquire.get(key, 0)

@@ -71,3 +71,6 @@ class Certificate:
     checks: tuple[tuple[str, bool, str], ...]  # (what was checked, holds, evidence)
     digest: str
     compile_s: float
+    #: Through host memory, since GPUs are full: bytes that leave a GPU and reach their new places from there. They are
+    #: not part of ``moved_bytes``, which counts what arrives.
+    staged_bytes: int = 0

@@ -49,6 +49,7 @@ def certify(
     findings: Sequence[Finding],
     digest: str,
     compile_s: float,
+    staged_bytes: int = 0,
 ) -> Certificate:
     topology = difference.topology
     by_link = dict.fromkeys((INTRA, INTER, HOST, LOCAL), 0)
@@ -110,6 +111,7 @@ def certify(
         checks=tuple((f.name, f.holds, f.evidence) for f in findings),
         digest=digest,
         compile_s=compile_s,
+        staged_bytes=staged_bytes,
     )
 
 

@@ -17,7 +17,7 @@ from nereus.ir.holdings import Topology
 from nereus.ir.intervals import Intervals
 from nereus.ir.layout import IntArray
 from nereus.ir.schedule import Schedule
-from nereus.ir.transition import INTER, LOCAL
+from nereus.ir.transition import INTER, LOCAL, Move
 from nereus.passes.atoms import AtomTable
 from nereus.passes.dag import MOVE, VERIFY, Dag
 from nereus.passes.diff import Diff
@@ -155,9 +155,14 @@ def check_sources(diff: Diff, schedule: Schedule) -> Finding:
         geometry = diff.geometries[diff.geometry_of[number]]
         num_cells, scale = geometry.cells.num_cells, int(geometry.cells.numel.max()) + 1
         numbered = [(i, m) for i, m in enumerate(schedule.moves) if m.table == number]
-        first = [m for _, m in numbered if not m.after]
+        first = [(i, m) for i, m in numbered if not m.after]
         held = _group_rows(table, new=False, topology=diff.topology)
-        bad = _outside(_Rows.gather((m.src, m.intervals) for m in first), held, num_cells, scale)
+        sources = [_held_at(diff, schedule, i, m) for i, m in first]
+        if -1 in sources:
+            i = first[sources.index(-1)][0]
+            return Finding(name="sources", holds=False, evidence=f"move {i} reads where its storage is not, or not yet")
+        reads = zip(sources, (m.intervals for _, m in first), strict=True)
+        bad = _outside(_Rows.gather(reads), held, num_cells, scale)
         if bad is not None:
             return _source_finding(diff, table, bad, num_cells, scale)
         relayed = [(i, m) for i, m in numbered if m.after]
@@ -177,6 +182,30 @@ def check_sources(diff: Diff, schedule: Schedule) -> Finding:
         holds=True,
         evidence=f"{len(schedule.moves):,} moves read held or verified bytes, {relays:,} of them relays",
     )
+
+
+def _held_at(diff: Diff, schedule: Schedule, number: int, move: Move) -> int:
+    """The place at which the old plan holds what a move reads: its source, or the GPU whose storage went to the
+    source's host memory in an earlier wave (and stays there until the move is over); -1 where that is not so."""
+    num_devices, table = diff.topology.num_devices, diff.tables[move.table]
+    if not schedule.staged or move.slots is None:
+        return move.src
+    cells = diff.geometries[diff.geometry_of[move.table]].cells
+    device = move.src % num_devices
+    first, last = schedule.wave[number], schedule.wave[number] + schedule.slices[number] - 1
+    there = [
+        (waves, schedule.release[key])
+        for key, waves in schedule.staged.items()
+        if key[0] == device
+        and key[3] in cells.tensor[move.intervals.cell]
+        and key[2] in [table.slots[i] for i in move.slots]
+        and any(s.stage == key[1] for s in diff.old.sets if s.model == table.model)
+    ]
+    if not there:
+        return move.src
+    if move.src < num_devices:
+        return move.src if all(last <= gone for _, gone in there) else -1
+    return device if all(begin < first and last <= end for (begin, end), _ in there) else -1
 
 
 def _later(schedule: Schedule, before: int, after: int) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 from nereus.ir.layout import BoolArray, IntArray
 from nereus.ir.schedule import Schedule, StorageKey
 from nereus.passes.check import Finding
-from nereus.passes.dag import COMMIT, MOVE, POST, RELEASE, VERIFY, Dag
+from nereus.passes.dag import COMMIT, MOVE, POST, RELEASE, STAGE, VERIFY, Dag
 from nereus.passes.diff import Diff
 from nereus.passes.storages import StorageMap
 
@@ -29,8 +29,9 @@ def check_lifetimes(diff: Diff, schedule: Schedule, storages: StorageMap) -> Fin
     num = 0
     for key, wave, reads in _uses(diff, schedule, storages):
         num += 1
-        if reads and schedule.release.get(key, wave) < wave:
-            what = f"{_text(diff, key)} is released in wave {schedule.release[key]} and read in wave {wave}"
+        gone = schedule.staged[key][1] if key in schedule.staged else schedule.release.get(key, wave)
+        if reads and gone < wave:
+            what = f"{_text(diff, key)} is released in wave {gone} and read in wave {wave}"
             return Finding(name=name, holds=False, evidence=what)
         if not reads and schedule.acquire.get(key, wave) > wave:
             what = f"{_text(diff, key)} is acquired in wave {schedule.acquire[key]} and filled in wave {wave}"
@@ -71,7 +72,10 @@ def _uses(diff: Diff, schedule: Schedule, storages: StorageMap) -> Iterator[tupl
         for tensor in np.unique(cells.tensor[move.intervals.cell]).tolist():
             for slot in slots:
                 if not move.after:
-                    for stage in stages_at.get((move.table, False, move.src), ()):
+                    stages = stages_at.get((move.table, False, move.src), ())
+                    if not stages:  # from host memory, where it went on the way
+                        stages = stages_at.get((move.table, False, move.src % num_devices), ())
+                    for stage in stages:
                         yield (move.src % num_devices, stage, slot, tensor), wave, True
                 for stage in stages_at.get((move.table, True, move.dst), ()):
                     yield (move.dst % num_devices, stage, slot, tensor), wave, False
@@ -128,6 +132,10 @@ def check_edges(dag: Dag, schedule: Schedule, num_devices: int) -> Finding:
             what = f"move {int(then[bad[0]])} does not follow the verify of what it relays"
             return Finding(name=name, holds=False, evidence=what)
     predecessors = _Predecessors(dag)
+    stages = np.flatnonzero(dag.kind == STAGE)
+    planned = sorted((key[0], wave) for key, (wave, _) in schedule.staged.items())
+    if sorted(zip(dag.device[stages].tolist(), dag.wave[stages].tolist(), strict=True)) != planned:
+        return Finding(name=name, holds=False, evidence="the copies into host memory are not the schedule's")
     (commit,) = np.flatnonzero(dag.kind == COMMIT).tolist()
     checked = [(commit, int(dag.wave.max(initial=0)))]
     releases = np.flatnonzero(dag.kind == RELEASE)
@@ -141,6 +149,7 @@ def check_edges(dag: Dag, schedule: Schedule, num_devices: int) -> Finding:
         if direct not in seen:
             reached = predecessors.closure(op)
             seen[direct] = bool(reached[verifies[dag.wave[verifies] <= wave]].all())
+            seen[direct] &= bool(reached[stages[dag.wave[stages] <= wave]].all())
         if not seen[direct]:
             what = "the commit" if op == commit else f"a release of wave {wave}"
             return Finding(name=name, holds=False, evidence=f"{what} does not follow every verify before it")

@@ -107,4 +107,6 @@ def schedule_digest(digest: hashlib._Hash, schedule: Schedule) -> str:
             digest.update(np.ascontiguousarray(column).tobytes())
     for key, wave in sorted((*schedule.acquire.items(), *schedule.release.items())):
         digest.update(repr((key, wave)).encode())
+    for key, waves in sorted(schedule.staged.items()):
+        digest.update(repr((key, waves)).encode())
     return digest.hexdigest()

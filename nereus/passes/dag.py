@@ -27,8 +27,11 @@ KINDS = (
     "commit",
     "retire",
     "resume",
+    "stage",
 )
-QUIESCE, ENGINE_START, SPAWN, BUILD_GROUPS, POST, MOVE, VERIFY, RELEASE, COMMIT, RETIRE, RESUME = range(len(KINDS))
+QUIESCE, ENGINE_START, SPAWN, BUILD_GROUPS, POST, MOVE, VERIFY, RELEASE, COMMIT, RETIRE, RESUME, STAGE = range(
+    len(KINDS)
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,12 +109,21 @@ def build_dag(
     for number, wave in enumerate(schedule.wave):
         by_wave[wave].append(number)
     acquires, releases = _per_wave(schedule, acquire_bytes, release_bytes)
+    staged: dict[int, list[tuple[int, int]]] = {}  # wave -> (device, space of its host memory)
+    for key, (first_wave, last_wave) in schedule.staged.items():
+        host = num_devices + int(topology.node_of[key[0]])
+        staged.setdefault(first_wave, []).append((key[0], host))
+        for totals, at in ((acquires, first_wave), (releases, last_wave)):
+            spaces = totals.setdefault(at, {})
+            spaces[host] = spaces.get(host, 0) + release_bytes[key][1]
     waves = max(schedule.num_waves, 1 if acquires else 0)
     everything: list[int] = []
     host_releases: dict[int, list[tuple[int, int]]] = {}  # space -> (wave, release)
     for wave in range(waves):
         moves = by_wave[wave] if wave < len(by_wave) else []
         devices = {m % num_devices for n in moves for m in (schedule.moves[n].src, schedule.moves[n].dst)}
+        stages = staged.get(wave, [])
+        devices |= {device for device, _ in stages}
         posts: dict[int, int] = {}
         spaces = acquires.get(wave, {})
         for space in sorted(spaces):  # acquire ops of spaces: device posts, or one op for host memory
@@ -140,6 +152,8 @@ def build_dag(
             everything.append(verified[number])
             for device in {src, dst}:
                 open_moves.setdefault(device, []).append(verified[number])
+        for device, host in stages:  # an old storage is copied into host memory
+            everything.append(build.op(STAGE, device=device, wave=wave, after=(posts[device], posts[-1 - host])))
         freed = releases.get(wave, {})
         if freed:
             # Tight mode: all agree that the wave was verified, then release; the next wave follows the releases.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -66,6 +66,18 @@ class DeviceStorages:
                     side[stage] = LocalSet(shares, shares.class_of(device)[0])
             if stage in self.old or stage in self.new:
                 self._number(stage)
+        #: Old storage -> its copy in host memory, where it goes there on the way (tight mode).
+        self.staged: dict[int, int] = {}
+        for owner, stage, slot, tensor in sorted(transition.schedule.staged):
+            if owner == device:
+                self._stage((stage, slot, tensor))
+
+    def _stage(self, key: LocalKey) -> None:
+        old = next(n for n, known in self.keys.items() if known == key and self.specs[n].role == "old")
+        number = len(self.specs)
+        self.specs.append(replace(self.specs[old], id=number, role="staged", host=True))
+        self.keys[number] = key
+        self.staged[old] = number
 
     def _number(self, stage: str) -> None:
         storages = self.transition.storages

@@ -41,13 +41,18 @@ class _Emitter:
         self._messages()
         self._derives()
         self._local_copies()
+        self._stage()
         schedule, storages = self.transition.schedule, self.storages
         acquire: list[list[int]] = [[] for _ in self.copies]
         release: list[list[int]] = [[] for _ in self.copies]
         commit: list[int] = []
         for spec in storages.specs:
             key = (self.device, *storages.keys[spec.id])
-            if spec.role == "new":
+            if spec.role == "staged":
+                first, last = schedule.staged[key]
+                acquire[first].append(spec.id)
+                release[last].append(spec.id)
+            elif spec.role == "new":
                 acquire[schedule.acquire.get(key, 0)].append(spec.id)
             elif spec.role == "old" and key in schedule.release:
                 release[schedule.release[key]].append(spec.id)
@@ -95,8 +100,8 @@ class _Emitter:
                 tags.setdefault((at, src, dst), at * len(schedule.moves) + number)
                 if src == self.device:
                     # A relay sends what it received into its new storages; everyone else what it held before.
-                    blocks = self._blocks(move, intervals, move.src, old=not move.after)
-                    outgoing.setdefault((at, dst), []).extend(blocks)
+                    blocks = self._blocks(move, intervals, self._source(move), old=not move.after)
+                    outgoing.setdefault((at, dst), []).extend(self._there(each, at) for each in blocks)
                 if dst == self.device:
                     blocks = self._blocks(move, intervals, move.dst, old=False)
                     incoming.setdefault((at, src), []).extend(blocks)
@@ -109,6 +114,30 @@ class _Emitter:
             for storage in np.unique(blocks_in.table[:, 0]).tolist():
                 self._written(self.storages.keys[storage], wave)
             self.receives[wave].append(Message(tag=tags[wave, peer, self.device], peer=devices[peer], blocks=blocks_in))
+
+    def _source(self, move: Move) -> int:
+        """The place whose storages a move reads. What went to host memory on the way is addressed as it lay before."""
+        if move.after or self.storages.holding(move.table, move.src, old=True):
+            return move.src
+        return move.src % self.num_devices
+
+    def _there(self, blocks: Blocks, wave: int) -> Blocks:
+        """``blocks`` of old storages where those lie in ``wave``."""
+        schedule, storages = self.transition.schedule, self.storages
+        table = blocks.table
+        for old, copy in storages.staged.items():
+            if wave > schedule.staged[self.device, *storages.keys[old]][0] and (table[:, 0] == old).any():
+                table = table.copy()
+                table[table[:, 0] == old, 0] = copy
+        return blocks if table is blocks.table else Blocks(table)
+
+    def _stage(self) -> None:
+        """Old storages that go to host memory on the way, whole."""
+        for old, copy in self.storages.staged.items():
+            wave, _ = self.transition.schedule.staged[self.device, *self.storages.keys[old]]
+            size = self.storages.specs[old].numel
+            src, dst = (Blocks(np.array([[number, 0, 1, size, size, 0, 0]], dtype=np.int64)) for number in (old, copy))
+            self.copies[wave].append(LocalCopy(src=src, dst=dst))
 
     def _written(self, key: LocalKey, wave: int) -> None:
         self.ready[key] = max(self.ready.get(key, 0), wave)
@@ -193,7 +222,9 @@ class _Emitter:
             part = Intervals(region.cell[rows], region.start[rows], region.stop[rows])
             cast = slot != source_slot
             copy = LocalCopy(
-                src=source.blocks(source_slot, cells, part), dst=target.blocks(slot, cells, part), cast=cast
+                src=self._there(source.blocks(source_slot, cells, part), wave),
+                dst=target.blocks(slot, cells, part),
+                cast=cast,
             )
             waves[wave].append(copy)
             if cast:  # whoever copies these weights waits for them

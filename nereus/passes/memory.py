@@ -2,7 +2,8 @@
 
 *reversible*: the old plan stays whole until the commit, so a device holds before + all new storages at once. *tight*:
 old storages go as soon as their receivers verified them; a device holds at least max(before, after) and, while
-anything arrives, the largest arriving storage. Both add contexts, communicators, engines that start, and staging.
+anything arrives, the largest storage that comes or goes: a storage that two read in parts goes when both are there.
+Both add contexts, communicators, engines that start, and staging.
 """
 
 from __future__ import annotations
@@ -25,31 +26,37 @@ PHASES = ("at the boundary", "at engine start", "during the transfer", "after th
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateBytes:
     """Per space (devices, then host memory of nodes): bytes of storages that stay, go and come, and the largest that
-    comes."""
+    comes or goes where any comes."""
 
     kept: IntArray
     old: IntArray
     new: IntArray
-    largest_new: IntArray
+    largest: IntArray
 
 
 def state_bytes(storages: StorageMap, topology: Topology) -> StateBytes:
     num_spaces = topology.num_devices + len(topology.nodes)
-    kept, old, new, largest = (np.zeros(num_spaces, dtype=np.int64) for _ in range(4))
+    kept, old, new, largest, largest_old = (np.zeros(num_spaces, dtype=np.int64) for _ in range(5))
     for stage in storages.stages:
         alike = _slots_alike(storages, stage)
         for device in storages.devices_of(stage):
             host = topology.num_devices + int(topology.node_of[device])
             for name, old_slot, new_slot, old_width, new_width in alike:
-                stay, gone, come, biggest = storages.fit(stage, name, device).totals
+                fit = storages.fit(stage, name, device)
+                stay, gone, come, biggest = fit.totals
                 after = host if new_slot is not None and new_slot.host else device
                 before = host if old_slot is not None and old_slot.host else device
                 kept[after] += stay * new_width
                 old[before] += gone * old_width
                 new[after] += come * new_width
-                width = new_slot.element_bytes if new_slot is not None else 0
-                largest[after] = max(largest[after], biggest * width)
-    return StateBytes(kept=kept, old=old, new=new, largest_new=largest)
+                for most, space, slot, count in (
+                    (largest, after, new_slot, biggest),
+                    (largest_old, before, old_slot, fit.largest_old),
+                ):
+                    width = slot.element_bytes if slot is not None else 0
+                    most[space] = max(most[space], count * width)
+    comes = np.where(new > 0, np.maximum(largest, largest_old), 0)
+    return StateBytes(kept=kept, old=old, new=new, largest=comes)
 
 
 def _slots_alike(storages: StorageMap, stage: str) -> list[tuple[str, Slot | None, Slot | None, int, int]]:
@@ -128,7 +135,7 @@ def plan_memory(storages: StorageMap, life: Lifecycle, staging: IntArray, topolo
         PHASES[3]: state.kept + state.new + after,
     }
     outer = np.maximum(state.old, state.new)
-    tight = state.kept + outer + before + lasting + spaces(staging) + state.largest_new
+    tight = state.kept + outer + before + lasting + spaces(staging) + state.largest
     return MemoryPlan(
         state=state,
         capacity=capacity,

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from nereus.ir.diagnostic import DiagnosticError, Severity
+from nereus.ir.diagnostic import Diagnostic, DiagnosticError, Severity
 from nereus.ir.holdings import Topology, join_clusters
 from nereus.ir.layout import IntArray
 from nereus.ir.plan import Plan
@@ -117,6 +117,9 @@ def compile_transition(
         findings=findings,
         digest=digest,
         compile_s=time.perf_counter() - started,
+        staged_bytes=sum(
+            num_bytes for _, num_bytes in _storage_bytes(schedule.staged, storages, topology, new=False).values()
+        ),
     )
     transition = Transition(
         old=old,
@@ -168,15 +171,29 @@ def _schedule(
                 break
         if pipeline.mode == "reversible":
             raise DiagnosticError([refusals.reversible_does_not_fit(memory, topology, new)])
-    window_bytes = pipeline.schedule.window_bytes
-    cut = replace(routed, moves=tuple(cut_moves(routed.moves, window_bytes)))
-    memory = instrument.run("memory", lambda: plan_memory(storages, life, window_staging(cut, window_bytes), topology))
-    if bool((np.maximum(memory.reversible["at engine start"], memory.tight_base) > memory.capacity).any()):
-        raise DiagnosticError([refusals.setup_does_not_fit(memory, life, topology, new)])
-    result = tight_schedule(difference, storages, cut, memory, topology, window_bytes)
-    if isinstance(result, Stuck):
-        raise DiagnosticError([refusals.stuck(result, memory, topology, new)])
-    return instrument.run("schedule", lambda: result), memory
+    # Smaller windows leave more room for storages; through host memory only where they do not help.
+    through_host: tuple[Schedule, MemoryPlan] | None = None
+    refusal: Diagnostic | None = None
+    widest = pipeline.schedule.window_bytes
+    for window_bytes in dict.fromkeys((widest, min(widest, SMALL_WINDOW_BYTES))):
+        cut = replace(routed, moves=tuple(cut_moves(routed.moves, window_bytes)))
+        staging = window_staging(cut, window_bytes)
+        memory = instrument.run("memory", lambda at=staging: plan_memory(storages, life, at, topology))  # type: ignore[misc]
+        if bool((np.maximum(memory.reversible["at engine start"], memory.tight_base) > memory.capacity).any()):
+            refusal = refusals.setup_does_not_fit(memory, life, topology, new)
+            continue
+        result = tight_schedule(difference, storages, cut, memory, topology, window_bytes)
+        if isinstance(result, Stuck):
+            refusal = refusals.stuck(result, memory, topology, new)
+            continue
+        if not result.staged:
+            return instrument.run("schedule", lambda found=result: found), memory  # type: ignore[misc]
+        through_host = through_host or (result, memory)
+    if through_host is None:
+        assert refusal is not None
+        raise DiagnosticError([refusal])
+    schedule, memory = through_host
+    return instrument.run("schedule", lambda: schedule), memory
 
 
 def _staging_is_what_does_not_fit(over: IntArray, staging: IntArray) -> bool:

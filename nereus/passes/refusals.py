@@ -262,6 +262,14 @@ def setup_does_not_fit(memory: MemoryPlan, life: Lifecycle, topology: Topology, 
 def stuck(witness: Stuck, memory: MemoryPlan, topology: Topology, plan: Plan) -> Diagnostic:
     _device, stage, slot, tensor = witness.storage
     short = witness.need_bytes - witness.free_bytes
+    host = witness.host_short_bytes
+    notes: tuple[str, ...] = ()
+    if host is not None:
+        node = topology.nodes[topology.node_of_place(witness.space)].name
+        notes = (
+            f"the smallest storage there that would make room could wait in {node}'s host memory, which lacks "
+            f"{format_bytes(host)} for it",
+        )
     return Diagnostic(
         code="NRS5002",
         severity=Severity.ERROR,
@@ -270,13 +278,28 @@ def stuck(witness: Stuck, memory: MemoryPlan, topology: Topology, plan: Plan) ->
         notes=(
             f"next to arrive is {stage}'s {slot} of tensor {tensor} ({format_bytes(witness.need_bytes)}), "
             f"{format_bytes(witness.free_bytes)} are free, and nothing there can leave before something else arrives",
+            *notes,
             *_memory_notes(memory, witness.space),
         ),
-        help=f"Free {format_bytes(short)} on {_space(topology, witness.space)} during the change: "
-        "idle = offload for a stage there, or a smaller window (--pass-pipeline).",
+        help=_smallest_change(witness, memory, topology, short),
         data=(
             ("need_bytes", witness.need_bytes),
             ("have_bytes", witness.free_bytes),
             ("device", _space(topology, witness.space)),
+            *((("host_short_bytes", host),) if host is not None else ()),
         ),
     )
+
+
+def _smallest_change(witness: Stuck, memory: MemoryPlan, topology: Topology, short: int) -> str:
+    """What frees the bytes that are short with the least change: windows, host memory, or state that leaves first."""
+    where = _space(topology, witness.space)
+    staging = int(memory.staging[witness.space]) if witness.space < len(memory.staging) else 0
+    if short < staging:
+        window = (staging - short) // 2
+        return f"Stage less: a window of {window:,} bytes frees {format_bytes(short)} on {where} (--pass-pipeline)."
+    if witness.host_short_bytes is not None:
+        node = topology.nodes[topology.node_of_place(witness.space)].name
+        more = format_bytes(max(witness.host_short_bytes, 1))
+        return f"Leave {more} more of {node}'s host memory free (host_mem), or {format_bytes(short)} on {where}."
+    return f"Free {format_bytes(short)} on {where} during the change: idle = offload for a stage there."

@@ -133,13 +133,18 @@ def _spread(source: IntArray, size: IntArray, slices: IntArray, count: int) -> I
 
 
 def transfer_seconds(
-    moves: Sequence[Move], first_wave: Sequence[int], num_slices: Sequence[int], links: Links
+    moves: Sequence[Move],
+    first_wave: Sequence[int],
+    num_slices: Sequence[int],
+    links: Links,
+    *,
+    agreed: bool = False,
 ) -> float:
     """Predicted seconds from the first byte to the last.
 
     Slices of one wave are posted together and share ports as fluids: a port is done with a wave when it has carried
     the wave's bytes, starting when the first of the ranks involved is ready. A rank starts a wave when its part of
-    the one before is done.
+    the one before is done, or (``agreed``, tight mode) when all have said that theirs is.
     """
     if not moves:
         return 0.0
@@ -172,6 +177,8 @@ def transfer_seconds(
         done[-1] = 0.0  # "no port" couples nothing
         end = done[used].max(axis=1) + MESSAGE_S
         np.maximum.at(ready, ranks[chosen], end[:, None])
+        if agreed:
+            ready[:] = ready.max() + MESSAGE_S
     return float(ready.max())
 
 

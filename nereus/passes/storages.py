@@ -79,6 +79,10 @@ class Fit:
     new: IntArray
 
     @cached_property
+    def largest_old(self) -> int:
+        return int(self.old.max(initial=0))
+
+    @cached_property
     def totals(self) -> tuple[int, int, int, int]:
         """Sums of ``kept``, ``old`` and ``new``, and the largest of ``new``."""
         return int(self.kept.sum()), int(self.old.sum()), int(self.new.sum()), int(self.new.max(initial=0))

@@ -177,7 +177,7 @@ class _Executor:
     def _adopt(self, p: _Participant) -> None:
         """Old and kept storages are those of the state; anything else in the state is none of ours."""
         for spec in p.program.storages:
-            if spec.role == "new":
+            if spec.role not in ("old", "kept"):
                 continue
             held = p.state.held.get(key_of(spec))
             if held is None:

@@ -314,7 +314,7 @@ def fill(programs: Iterable[Program], plan: Plan, values: Values) -> dict[Device
     for program in programs:
         states[program.device] = DeviceState(program.device)
         for spec in program.storages:
-            if spec.role != "new":
+            if spec.role in ("old", "kept"):
                 specs[program.device, key_of(spec)] = spec
     for shard in expected(plan, states.keys(), values):
         found = specs.pop((shard.device, shard.key), None)

@@ -233,7 +233,7 @@ def predicted_peak(transition: Transition, device: Device) -> int:
     staging = int(transition.memory.staging[number])
     kept, old, new = (int(column[number]) for column in (state.kept, state.old, state.new))
     if schedule.mode == "tight":
-        return kept + max(old, new) + int(state.largest_new[number]) + staging
+        return kept + max(old, new) + int(state.largest[number]) + staging
     return kept + old + new + staging
 
 

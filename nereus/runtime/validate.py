@@ -27,11 +27,11 @@ class _Validator:
 
     def run(self) -> None:
         for number, spec in enumerate(self.program.storages):
-            if spec.id != number or spec.role not in ("old", "kept", "new"):
+            if spec.id != number or spec.role not in ("old", "kept", "new", "staged"):
                 raise self._fault(f"storage {number} is numbered {spec.id} and has the role '{spec.role}'")
         for number, wave in enumerate(self.program.waves):
             for storage in wave.acquire:
-                if self.roles[storage] != "new" or storage in self.acquired:
+                if self.roles[storage] not in ("new", "staged") or storage in self.acquired:
                     raise self._fault(f"wave {number} acquires storage {storage}, which is there already")
                 self.acquired.add(storage)
                 self.there[storage] = True
@@ -50,14 +50,17 @@ class _Validator:
                 raise self._fault(f"wave {number} releases storages in {self.program.mode} mode")
             self._release(wave.release)
         self._release(self.program.commit_release)
-        missing = [s.id for s in self.program.storages if s.role == "new" and s.id not in self.acquired]
+        left = np.flatnonzero((self.roles == "staged") & self.there)
+        if len(left):
+            raise self._fault(f"storage {int(left[0])} stays in host memory")
+        missing = [s.id for s in self.program.storages if s.role in ("new", "staged") and s.id not in self.acquired]
         if missing:
             raise self._fault(f"storage {missing[0]} is never acquired")
 
     def _release(self, storages: Iterable[int]) -> None:
         for storage in storages:
-            if self.roles[storage] != "old" or not self.there[storage]:
-                raise self._fault(f"storage {storage} is released, but is not an old one that is there")
+            if self.roles[storage] not in ("old", "staged") or not self.there[storage]:
+                raise self._fault(f"storage {storage} is released, but is not an old or staged one that is there")
             self.there[storage] = False
 
     def _read(self, blocks: Blocks, wave: int) -> None:
@@ -70,7 +73,7 @@ class _Validator:
 
     def _write(self, blocks: Blocks, wave: int) -> None:
         self._read(blocks, wave)
-        if len(blocks.table) and not (self.roles[blocks.table[:, 0]] == "new").all():
+        if len(blocks.table) and not np.isin(self.roles[blocks.table[:, 0]], ("new", "staged")).all():
             raise self._fault(f"wave {wave} writes a storage of the old plan")
 
     def _fault(self, text: str) -> Fault:

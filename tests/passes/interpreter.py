@@ -68,7 +68,7 @@ class Interpreter:
             for number, spec in enumerate(rank.program.storages):
                 if spec.id != number:
                     raise Wrong("a storage's id is not its index")
-                if spec.role == "new":
+                if spec.role in ("new", "staged"):
                     continue
                 key = spec_key(device, spec)
                 values = before.get(key)
@@ -110,7 +110,7 @@ class Interpreter:
 
     def _write(self, rank: _Rank, block: Ids, values: Ids) -> None:
         storage, at = self._positions(rank, block)
-        if rank.program.storages[storage].role != "new":
+        if rank.program.storages[storage].role not in ("new", "staged"):
             raise Wrong(f"{rank.program.device}: writes into {rank.program.storages[storage]}")
         if (rank.buffers[storage][at] != UNWRITTEN).any():
             raise Wrong(f"{rank.program.device}: writes twice into {rank.program.storages[storage]}")
@@ -143,7 +143,7 @@ class Interpreter:
             rank.wave = number
             for storage in wave.acquire:
                 spec = rank.program.storages[storage]
-                if storage in rank.buffers or spec.role != "new":
+                if storage in rank.buffers or spec.role not in ("new", "staged"):
                     raise Wrong(f"{device}: acquires {spec} twice")
                 rank.buffers[storage] = np.full(spec.numel, UNWRITTEN, dtype=np.int64)
                 self._use(device, spec, spec.numel)
@@ -197,7 +197,7 @@ class Interpreter:
 
     def _release(self, device: Device, rank: _Rank, storage: int) -> None:
         spec = rank.program.storages[storage]
-        if storage not in rank.buffers or spec.role != "old":
+        if storage not in rank.buffers or spec.role not in ("old", "staged"):
             raise Wrong(f"{device}: releases {spec}")
         del rank.buffers[storage]
         self._use(device, spec, -spec.numel)

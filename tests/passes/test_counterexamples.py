@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from passes.cycles import cycle
 from passes.execute import check_transition, pipeline
 from passes.interpreter import Interpreter, Wrong
 from passes.plans import ARCHS, cluster, stage, trainer
@@ -108,16 +109,20 @@ def test_full_gpus_rotate_through_a_spare_of_one_storage() -> None:
     check_transition(transition, 0)
 
 
-def test_less_than_a_storage_of_spare_is_refused_with_a_witness() -> None:
+def test_less_than_a_storage_of_spare_goes_through_host_memory_or_is_refused_with_a_witness() -> None:
     options = replace(pipeline(10**6, 10**6, 200), mode="tight")
-    old, new = rotated()
-    full = compile_transition(old, new, options).memory.tight_base
+    old, new = cycle(3)
+    full = int(compile_transition(old, new, options).memory.tight_base[:3].max())
+    transition = compile_transition(*(with_capacity(p, full, 2**30) for p in (old, new)), options)
+    assert transition.schedule.staged and transition.certificate.safe
+    assert transition.certificate.staged_bytes > 0
+    check_transition(transition, 0)
     with pytest.raises(DiagnosticError) as refused:
-        compile_transition(*(with_capacity(p, int(full[:4].max()), 2**30) for p in (old, new)), options)
+        compile_transition(*(with_capacity(p, full, 1) for p in (old, new)), options)
     (diagnostic,) = refused.value.diagnostics
     assert diagnostic.code == "NRS5002" and diagnostic.help
     data = dict(diagnostic.data)
-    assert int(data["need_bytes"]) > int(data["have_bytes"])
+    assert int(data["need_bytes"]) > int(data["have_bytes"]) and int(data["host_short_bytes"]) > 0
 
 
 def test_a_master_that_nothing_held_is_no_source_of_weights() -> None:

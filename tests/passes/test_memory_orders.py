@@ -26,6 +26,7 @@ def dag_of(acquired: list[int], released: list[int], edges: list[tuple[int, int]
         acquired=np.array(acquired, dtype=np.int64),
         released=np.array(released, dtype=np.int64),
         edges=np.array(edges, dtype=np.int64).reshape(-1, 2),
+        slice_edges=np.zeros((0, 2), dtype=np.int64),
     )
 
 

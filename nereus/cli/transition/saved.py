@@ -155,6 +155,7 @@ def schedule_document(transition: Transition) -> dict[str, Any]:
         "links": list(LINKS),
         "acquire": [[*key, wave] for key, wave in sorted(schedule.acquire.items())],
         "release": [[*key, wave] for key, wave in sorted(schedule.release.items())],
+        **({"staged": [[*key, *waves] for key, waves in sorted(schedule.staged.items())]} if schedule.staged else {}),
     }
 
 

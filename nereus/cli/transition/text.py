@@ -237,6 +237,11 @@ class _Writer:
             else:
                 yield self._entry("", "the old plan could stay whole; tight mode was asked for")
             yield self._entry("", f"no way back after {certificate.point_of_no_return}")
+            if certificate.staged_bytes:
+                count = len(self.transition.schedule.staged)
+                kinds = "1 storage waits" if count == 1 else f"{count:,} storages wait"
+                size = format_gb(certificate.staged_bytes)
+                yield self._entry("", f"GPUs are full on both sides: {kinds} in host memory on the way, {size} GB")
         classes = facts.peak_classes(self.transition)
         for entry in classes if self.detail else classes[:_WORST]:
             names = (
