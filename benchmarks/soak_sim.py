@@ -1,8 +1,8 @@
 """Random transitions on random timings until one hangs, overflows or loses a byte: `python benchmarks/soak_sim.py`.
 
 `--runs N` (100,000 by default) runs in all, `--timings M` of each transition, `--seed S`. Plans are those of the tests:
-one to four nodes, several models, every way to shard, both modes, memory at its bound. Prints what failed with the seeds
-that repeat it, and exits with 1 then. About 30 runs a second on one core.
+one to four nodes, several models, every way to shard, both modes, memory at its bound. Prints what failed with the
+seeds that repeat it, and exits with 1 then. About 30 runs a second on one core.
 """
 
 from __future__ import annotations

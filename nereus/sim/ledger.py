@@ -161,7 +161,7 @@ class _Book:
                     if key in self.job.acquires:
                         self.pairs.add((self.job.acquires[key], op))
                 for key in self.keys(move, move.src, tensor, new=False):
-                    if key in self.job.releases:
+                    if key in self.job.releases and not move.after:  # a relay reads what it has received
                         self.pairs.add((op, self.job.releases[key]))
 
     # -- small things -------------------------------------------------------------------------------------------------

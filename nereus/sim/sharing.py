@@ -17,6 +17,8 @@ from nereus.sim.job import FloatArray, IntArray
 
 #: Shares that differ by less (relatively) are one level; they differ by rounding only.
 _SAME = 1e-12
+#: Up to so many transfers, lists are faster than arrays.
+_FEW = 40
 
 
 def max_min_rates(ports: IntArray, weights: FloatArray, capacity: FloatArray) -> FloatArray:
@@ -119,6 +121,7 @@ class FewFluid:
             tuple((p, w) for p, w in zip(of_one, weight, strict=True) if p >= 0 and w > 0)
             for of_one, weight in zip(ports.tolist(), weights.tolist(), strict=True)
         ]
+        self._columns = ports, weights, capacity
         self._capacity: list[float] = capacity.tolist()
         self._left: list[float] = work.tolist()
         self._rate = [0.0] * len(self._left)
@@ -168,7 +171,12 @@ class FewFluid:
         return list(found)
 
     def _share(self, ops: list[int], now: float) -> None:
-        for op, rate in zip(ops, few_rates([self._passes[op] for op in ops], self._capacity), strict=True):
+        if len(ops) > _FEW:
+            ports, weights, capacity = self._columns
+            rates = max_min_rates(ports[ops], weights[ops], capacity).tolist()
+        else:
+            rates = few_rates([self._passes[op] for op in ops], self._capacity)
+        for op, rate in zip(ops, rates, strict=True):
             left = max(self._left[op] - self._rate[op] * (now - self._since[op]), 0.0)
             self._left[op], self._since[op] = left, now
             if rate != self._rate[op]:
