@@ -21,6 +21,9 @@ from nereus.verify.finding import Finding, Violation
 
 T = TypeVar("T")
 
+#: Before the reason, where a property cannot be looked at because of what another check says.
+_UNJUDGED = "cannot be judged: "
+
 #: Every property that is judged, in order: name, and what it says.
 PROPERTIES: tuple[tuple[str, str], ...] = (
     ("plans", "both plans are as saved and still mean what they meant"),
@@ -50,10 +53,11 @@ class Verdict:
         return all(finding.holds for finding in self.findings)
 
 
-def verify(value: Mapping[str, Any]) -> Verdict:
-    """``value``: the document as JSON gives it. Raises DamagedDocument where it cannot be judged."""
+def verify(value: Mapping[str, Any], plans: tuple[Plan, Plan] | None = None) -> Verdict:
+    """``value``: the document as JSON gives it. ``plans``: old and new, for who has them; else they are parsed from the
+    document. Raises DamagedDocument where it cannot be judged."""
     document = read_document(value)
-    judge = _Judge(document)
+    judge = _Judge(document, plans)
     findings = tuple(judge.finding(name) for name, _ in PROPERTIES)
     return Verdict(
         findings=findings,
@@ -66,9 +70,9 @@ def verify(value: Mapping[str, Any]) -> Verdict:
 class _Judge:
     """Checks share what they look at; a property that cannot be looked at does not hold."""
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: Document, plans: tuple[Plan, Plan] | None) -> None:
         self.document = document
-        self._made: dict[str, object] = {}
+        self._made: dict[str, object] = {} if plans is None else {"old": plans[0], "new": plans[1]}
         self._failed: dict[str, str] = {}
 
     def finding(self, name: str) -> Finding:
@@ -85,7 +89,8 @@ class _Judge:
             try:
                 self._made[name] = make()
             except Violation as violation:
-                self._failed[name] = f"cannot be judged: {violation}"
+                said = str(violation)
+                self._failed[name] = said if said.startswith(_UNJUDGED) else _UNJUDGED + said
                 raise
         return self._made[name]  # type: ignore[return-value]
 

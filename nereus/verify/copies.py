@@ -12,6 +12,7 @@ from nereus.ir.units import DTYPE_BYTES
 from nereus.models.memory.state import copies
 from nereus.models.slots import slot_applies
 from nereus.models.tensors import logical_tensors
+from nereus.verify.finding import Violation
 from nereus.verify.parts import Parts
 from nereus.verify.segments import BoolArray, IntArray, ints
 from nereus.verify.world import World
@@ -59,7 +60,7 @@ class StateCopy:
 
 def state_copies(plan: Plan, world: World) -> tuple[StateCopy, ...]:
     """After a synchronous step every copy of a trained model outside the trainer's processes is a version behind: not
-    counted, nor are discarded ones."""
+    counted, nor are discarded ones. Violation where a plan does not say where state is."""
     trained = {stage.model for stage in plan.stages if stage.kind == "train"}
     found = []
     for copy in copies(plan):
@@ -70,6 +71,8 @@ def state_copies(plan: Plan, world: World) -> tuple[StateCopy, ...]:
         model = copy.model
         tensors = logical_tensors(model.arch, model.head, model.lora)
         to_host = copy.idle == "offload" or copy.swap
+        if not to_host and any(slot.host and slot.host_share < 1 for slot in copy.slots):
+            raise Violation(f"{copy.stage.name} keeps state partly in host memory, and nothing says which part")
         found.append(
             StateCopy(
                 stage=(trainer or copy.stage).name,

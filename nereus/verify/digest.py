@@ -30,7 +30,7 @@ def check_names(document: Document, old: Plan, new: Plan) -> str:
     return f"{len(models)} models and {len(new.cluster.nodes)} nodes as they were"
 
 
-def check_digest(document: Document, old: Plan, new: Plan) -> str:
+def document_digest(document: Document, old: Plan, new: Plan) -> str:
     """SHA-256 over both plans, every move with its waves and region, and storages' waves."""
     moves, regions = document.moves, document.regions
     digest = hashlib.sha256()
@@ -50,7 +50,11 @@ def check_digest(document: Document, old: Plan, new: Plan) -> str:
         digest.update(parts[region])
     for entry in sorted((*document.acquire.items(), *document.release.items())):
         digest.update(repr(entry).encode())
-    found = digest.hexdigest()
+    return digest.hexdigest()
+
+
+def check_digest(document: Document, old: Plan, new: Plan) -> str:
+    found = document_digest(document, old, new)
     if found != document.digest:
         raise Violation(
             f"plans and schedule have the digest {found[:16]}..., the document says {document.digest[:16]}..."

@@ -11,7 +11,7 @@ import numpy as np
 from nereus.verify.finding import DamagedDocument
 from nereus.verify.segments import IntArray, within
 
-_MOST_SLICES = 100_000_000
+_MOST_SLICES, _MOST_WAVES = 100_000_000, 2**40
 
 #: (device, stage, slot, tensor number) of a storage.
 Key = tuple[int, str, str, int]
@@ -265,7 +265,7 @@ def _moves(
         table=entry["table"].column(count, low=0, stop=len(tables)),
         region=entry["region"].column(count, low=0, stop=len(regions.first) - 1),
         num_bytes=entry["bytes"].column(count),
-        wave=entry["wave"].column(count, low=0),
+        wave=entry["wave"].column(count, low=0, stop=_MOST_WAVES),
         slices=np.ones(count, dtype=np.int64) if whole else entry["slices"].column(count, low=1),
         link=entry["link"].column(count, low=0, stop=len(links)),
         slots=entry["slots"].column(count, low=-1),

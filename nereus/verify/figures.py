@@ -117,7 +117,8 @@ def _check_peak(case: Case, use: Use, said: _Figures) -> None:
         fullest = int(room.argmin())
         left = int(room[fullest])
         raise Violation(f"{world.space_name(fullest)} has less room than the certificate's peak device: {left:,} bytes")
-    if said.count("bound_peak_bytes_max") > figure:
+    # In tight mode the bound allows for one storage in flight, which this change may not need.
+    if case.document.mode != "tight" and said.count("bound_peak_bytes_max") > figure:
         raise Violation("bound_peak_bytes_max is above peak_bytes_max")
     phase = said.values.get("peak_phase")
     if phase not in use.phases or (space < world.num_devices and int(use.phases[phase][space]) != true):

@@ -75,24 +75,30 @@ def memory_use(case: Case, storages: Storages) -> Use:
 def _most_acquired(case: Case, storages: Storages) -> IntArray:
     """Tight mode: most that a space holds beyond its state at the boundary, on any timing."""
     document, world = case.document, case.world
-    num_waves = max(document.num_waves, 1)
-    # One row per process and kind of memory; device spaces have one process.
-    change = [np.zeros((2 * world.num_devices, num_waves + 1), dtype=np.int64) for _ in range(2)]
-    sizes = (storages.coming_keys, storages.going_keys)
-    for waves, known, table in zip((document.acquire, document.release), sizes, change, strict=True):
+    num_devices = world.num_devices
+    # (process, time, bytes): a storage is there from its wave on, and gone from the wave after its release on. Rows
+    # from ``num_devices`` on are host memory; a device's own memory has one process.
+    events: list[tuple[int, int, int]] = []
+    for waves, known, later, sign in (
+        (document.acquire, storages.coming_keys, 0, 1),
+        (document.release, storages.going_keys, 1, -1),
+    ):
         for key, wave in waves.items():
             space, num_bytes = _size(known, key)
-            table[key[0] + (world.num_devices if space >= world.num_devices else 0), wave] += num_bytes
-    acquired, released = np.cumsum(change[0], axis=1), np.cumsum(change[1], axis=1)
-    # State w of a process: wave w acquired, nothing of wave w released.
-    state = acquired.copy()
-    state[:, 1:] -= released[:, :-1]
+            events.append((key[0] + (num_devices if space >= num_devices else 0), wave + later, sign * num_bytes))
     most = np.zeros(world.num_spaces, dtype=np.int64)
-    most[: world.num_devices] = state[: world.num_devices].max(axis=1)
-    either = np.maximum(state[:, :-1], state[:, 1:])[world.num_devices :]
+    if not events:
+        return most
+    process, time, num_bytes_each = (ints([event[i] for event in events]) for i in range(3))
+    times, at = np.unique(time, return_inverse=True)
+    change = np.zeros((2 * num_devices, len(times) + 1), dtype=np.int64)
+    np.add.at(change, (process, at.reshape(-1) + 1), num_bytes_each)
+    state = np.cumsum(change, axis=1)
+    most[:num_devices] = state[:num_devices].max(axis=1)
+    either = np.maximum(state[:, :-1], state[:, 1:])[num_devices:]
     hosts = np.zeros((len(world.nodes), either.shape[1]), dtype=np.int64)
     np.add.at(hosts, world.node_of, either)
-    most[world.num_devices :] = hosts.max(axis=1)
+    most[num_devices:] = hosts.max(axis=1)
     return most
 
 
