@@ -19,6 +19,7 @@ from nereus.passes.bound import Bounds, bounds
 from nereus.passes.class_order import ClassOrder, class_order
 from nereus.passes.diff import Demand, Diff
 from nereus.passes.links import Links
+from nereus.passes.relays import Relays, Taken
 from nereus.passes.stripes import Stripe, to_moves
 
 
@@ -70,16 +71,8 @@ class Route:
         return routed
 
 
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """Elements ``lo..hi`` of a region that ``place`` took in from another node by stripe ``stripe``: it may relay
-    them."""
-
-    place: int
-    lo: int
-    hi: int
-    stripe: int
-    depth: int
+#: A relay is taken for a holder where its port is less loaded by more than the target / this, per sending more.
+_DEPTH_COSTS = 4
 
 
 class _Router:
@@ -96,8 +89,7 @@ class _Router:
         self.widths = [table.element_bytes for table in diff.tables]
         self.regions: list[Intervals] = []
         self.orders: dict[tuple[int, int], ClassOrder] = {}
-        # region (a class) -> node -> what it took in
-        self.taken: dict[int, dict[int, list[_Taken]]] = {}
+        self.relays: dict[int, Relays] = {}  # by region (a class)
         self.holders_by_node: dict[tuple[int, int], dict[int, list[int]]] = {}
 
     def run(self) -> Routed:
@@ -204,13 +196,13 @@ class _Router:
             shares = [(lo + (hi - lo) * i // count, lo + (hi - lo) * (i + 1) // count) for i in range(count)]
         # Single stripes should not pile up on one wanter.
         first = min(range(count), key=lambda i: (self._in_load(wanters[i]), i)) if len(shares) == 1 else 0
-        taken: list[_Taken] = []
+        taken: list[Taken] = []
         for index, (a, b) in enumerate(shares):
             wanter = wanters[(first + index) % count]
             if inside is not None:
                 for x, y, source in self._fill(inside, wanter, demand.table, a, b):
                     number = self._add(source, wanter, demand.table, region, x, y, -1)
-                    taken.append(_Taken(wanter, x, y, number, 1))
+                    taken.append(Taken(wanter, demand.node, x, y, number, 1))
             else:
                 taken += self._take_in(demand, region, holders, wanter, a, b)
         for part in taken:
@@ -218,7 +210,9 @@ class _Router:
                 if wanter != part.place:
                     self._add(part.place, wanter, demand.table, region, part.lo, part.hi, part.stripe)
         if inside is None:
-            self.taken.setdefault(region, {}).setdefault(demand.node, []).extend(taken)
+            if region not in self.relays:
+                self.relays[region] = Relays(self.regions[region].numel)
+            self.relays[region].add(taken)
 
     def _scatter_inside(self, demand: Demand, inside: list[int], wanters: tuple[int, ...], num_bytes: int) -> bool:
         """Whether the node's holders had better send each wanter a part, to be exchanged: where sending all to all
@@ -262,55 +256,56 @@ class _Router:
 
     def _take_in(
         self, demand: Demand, region: int, holders: dict[int, list[int]], wanter: int, lo: int, hi: int
-    ) -> list[_Taken]:
+    ) -> list[Taken]:
         """Bring elements ``lo..hi`` from other nodes to ``wanter``."""
-        result: list[_Taken] = []
+        result: list[Taken] = []
+        # Parts that are small against the stripe cost more messages than the balance that they buy.
+        least = max(self.options.min_stripe_bytes // self.widths[demand.table], (hi - lo) // 4, 1)
         while lo < hi:
-            source, stop, parent, depth = self._source(demand, region, holders, lo, hi)
+            source, stop, parent, depth = self._source(demand, region, holders, lo, hi, least)
             number = self._add(source, wanter, demand.table, region, lo, stop, parent)
-            result.append(_Taken(wanter, lo, stop, number, depth))
+            result.append(Taken(wanter, demand.node, lo, stop, number, depth))
             lo = stop
         return result
 
     def _source(
-        self, demand: Demand, region: int, holders: dict[int, list[int]], lo: int, hi: int
+        self, demand: Demand, region: int, holders: dict[int, list[int]], lo: int, hi: int, least: int
     ) -> tuple[int, int, int, int]:
         """(place, how far it sends, stripe that it relays or -1, depth) for the elements from ``lo``."""
         width, nic, pcie = self.widths[demand.table], self.links.nic, self.links.pcie
         busy, out = self.ports.nic_out, self.ports.gpu_out
-        least = min(max(self.options.min_stripe_bytes // width, 1), hi - lo)
+        least = min(least, hi - lo)
         node = min(holders, key=busy.__getitem__)
         places = holders[node]
         place = places[0] if len(places) == 1 else min(places, key=lambda p: (self._out_load(p), p))
         rate, gpu_rate = max(nic[node], nic[demand.node]) * width, pcie[node] * width
-        candidates = [
-            (part, other)
-            for other, parts in self.taken.get(region, {}).items()
-            if other != demand.node
-            for part in parts
-            if part.lo <= lo < part.hi
-        ]
+        relays = self.relays.get(region)
         while True:
             target = self.target_s
+            #: A sending more delays the end by a slice: worth it only for a port that is clearly less loaded.
+            deeper_s = target / _DEPTH_COSTS
+            load = max(busy[node], self._out_load(place))
             room = int(min((target - busy[node]) / rate, (target - self._out_load(place)) / gpu_rate))
+            best: tuple[float, int, int, int, int] | None = None
             if room >= least:
-                return place, hi if hi - lo - room < least else lo + room, -1, 1
-            best: tuple[int, float, _Taken, int] | None = None
-            for part, other in candidates:
-                load = max(busy[other], out[part.place % self.num_devices])
-                if load < target and (best is None or (part.depth, load) < best[:2]):
-                    each = max(nic[other], nic[demand.node]) * width
-                    room = int(
-                        min((target - busy[other]) / each, (target - self._out_load(part.place)) / pcie[other] / width)
-                    )
-                    stop = min(part.hi, hi, lo + room)
-                    if stop - lo >= least:
-                        best = (part.depth, load, part, stop)
+                best = (load, place, hi if hi - lo - room < least else lo + room, -1, 1)
+            for part in relays.open_at(lo, self._is_full, target) if relays is not None else ():
+                load = max(busy[part.node], out[part.place % self.num_devices])
+                cost = load + part.depth * deeper_s
+                if part.node == demand.node or (best is not None and cost >= best[0]):
+                    continue
+                each = max(nic[part.node], nic[demand.node]) * width
+                room = int(min((target - busy[part.node]) / each, (target - load) / (pcie[part.node] * width)))
+                stop = min(part.hi, hi, lo + room)
+                if stop - lo >= least:
+                    best = (cost, part.place, stop, part.stripe, part.depth + 1)
             if best is not None:
-                depth, _, part, stop = best
-                return part.place, stop, part.stripe, depth + 1
+                return best[1:]
             # No port ends in time: all of them must last longer.
             self.target_s *= 1.02
+
+    def _is_full(self, part: Taken) -> bool:
+        return max(self.ports.nic_out[part.node], self._out_load(part.place)) >= self.target_s
 
     def _out_load(self, place: int) -> float:
         return self.ports.gpu_out[place % self.num_devices]

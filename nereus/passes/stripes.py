@@ -55,25 +55,27 @@ def to_moves(stripes: Sequence[Stripe], regions: Sequence[Intervals], widths: Se
     return moves
 
 
-def _cuts(stripes: Sequence[Stripe]) -> list[list[int]]:
+def _cuts(stripes: Sequence[Stripe]) -> list[Sequence[int]]:
     """Where each stripe is cut inside, ascending: at the borders and cuts of whatever relays it, and where its own
     parent is cut."""
-    found: list[set[int]] = [set() for _ in stripes]
+    found: dict[int, set[int]] = {}
     for number in range(len(stripes) - 1, -1, -1):
         stripe = stripes[number]
         if stripe.parent >= 0:
             above = stripes[stripe.parent]
-            if found[number] or (stripe.lo, stripe.hi) != (above.lo, above.hi):
-                points = (stripe.lo, stripe.hi, *found[number])
-                found[stripe.parent].update(p for p in points if above.lo < p < above.hi)
-    result: list[list[int]] = []
+            inner = found.get(number)
+            if inner is not None or stripe.lo != above.lo or stripe.hi != above.hi:
+                points = (stripe.lo, stripe.hi, *(inner or ()))
+                found.setdefault(stripe.parent, set()).update(p for p in points if above.lo < p < above.hi)
+    result: list[Sequence[int]] = []
     for number, stripe in enumerate(stripes):
-        inner = sorted(found[number])
-        if stripe.parent >= 0 and result[stripe.parent]:
-            above_cuts = result[stripe.parent]
+        cuts: Sequence[int] = sorted(found[number]) if number in found else ()
+        above_cuts = result[stripe.parent] if stripe.parent >= 0 else ()
+        if above_cuts:
             inside = above_cuts[bisect_right(above_cuts, stripe.lo) : bisect_left(above_cuts, stripe.hi)]
-            inner = sorted({*inner, *inside})
-        result.append(inner)
+            if inside:
+                cuts = sorted({*cuts, *inside})
+        result.append(cuts)
     return result
 
 
