@@ -13,6 +13,8 @@ ALLOWED = {
     "models": {"numpy"},
     "lang": {"numpy", "lark", "yaml"},
     "passes": {"numpy", "networkx", "ortools"},
+    "sim": {"numpy"},
+    "verify": {"numpy"},
     "cli": {"numpy", "rich"},
     "runtime": {"numpy"} | FRAMEWORKS,
     "kernels": {"numpy"} | FRAMEWORKS,
