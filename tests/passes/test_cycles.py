@@ -12,6 +12,7 @@ from passes.execute import pipeline
 from passes.plans import ARCHS
 
 from nereus.passes.compiled import Transition
+from nereus.passes.emit import emit_program
 from nereus.passes.tight import Stuck
 
 #: Every element of every layout change is executed; windows are larger than any storage, so that memory alone decides.
@@ -95,3 +96,22 @@ def test_faults_of_staging_are_caught(staged: Transition) -> None:
     hosts = memory.capacity.copy()
     hosts[count:] = memory.tight_base[count:]
     assert not findings(replace(staged, memory=replace(memory, capacity=hosts)))["memory"].holds
+
+
+def test_the_executor_takes_storages_through_host_memory_bit_for_bit(staged: Transition) -> None:
+    """Real tensors: every element of every shard is where the new plan has it, and nothing stays in host memory."""
+    pytest.importorskip("torch")
+    from nereus.runtime.executor import execute
+    from nereus.runtime.reference import check, fill
+    from nereus.runtime.reference_values import Values
+    from nereus.runtime.transports.inprocess import InProcess
+
+    programs = {device: emit_program(staged, at) for at, device in enumerate(staged.topology.devices)}
+    values = Values([staged.old, staged.new])
+    states = fill(programs.values(), staged.old, values)
+    report = execute(programs, states, InProcess())
+    result = check(states, staged.new, values)
+    assert result.failures == () and result.num_elements > 0
+    waiting = {key[0] for key in staged.schedule.staged}
+    for device, _, host_bytes, _ in report.peaks:
+        assert (host_bytes > 0) == (staged.topology.index()[device] in waiting)

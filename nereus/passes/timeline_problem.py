@@ -1,0 +1,223 @@
+"""The coarse schedule as a problem: what excludes what, what fills which device, a list schedule, a bound, CP-SAT."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nereus.ir.layout import IntArray
+
+#: What sets something up on a device, one at a time.
+EXCLUSIVE = ("engine-start", "spawn", "build-groups")
+#: Ticks of the solver per second.
+TICKS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoarseOp:
+    """``running_bytes`` / ``after_bytes``: per device, while it runs and from its end until the commit. ``after``:
+    numbers of operations that end before it starts. ``rank``: smaller goes first among equals."""
+
+    kind: str
+    stage: str
+    devices: tuple[int, ...]
+    seconds: float
+    running_bytes: tuple[int, ...] = ()
+    after_bytes: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    rank: int = 0
+    background: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineOptions:
+    """``solve``: whether CP-SAT may improve the list schedule; ``max_ops``: above it the list schedule stands."""
+
+    solve: bool = True
+    deterministic_s: float = 2.0
+    max_ops: int = 400
+
+
+def always_over(
+    ops: Sequence[CoarseOp], numbers: Sequence[int], device: int, base: IntArray, capacity: IntArray
+) -> bool:
+    """Whether one operation alone, or all of them at rest, exceed the device."""
+    rest = alone = 0
+    for n in numbers:
+        at = ops[n].devices.index(device)
+        rest += ops[n].after_bytes[at] if ops[n].after_bytes else 0
+        alone = max(alone, ops[n].running_bytes[at] if ops[n].running_bytes else 0)
+    return int(base[device]) + max(rest, alone) > int(capacity[device])
+
+
+class CoarseProblem:
+    """One side of the boundary, in ticks. Starts are lists in the order of ``numbers``."""
+
+    def __init__(self, ops: Sequence[CoarseOp], numbers: Sequence[int], base: IntArray, capacity: IntArray) -> None:
+        self.ops = [ops[n] for n in numbers]
+        position = {n: at for at, n in enumerate(numbers)}
+        self.after = [[position[a] for a in op.after if a in position] for op in self.ops]
+        self.ticks = [round(op.seconds * TICKS) for op in self.ops]
+        on_device: dict[int, list[int]] = {}
+        for at, op in enumerate(self.ops):
+            for device in op.devices:
+                on_device.setdefault(device, []).append(at)
+        #: Sets of operations of which one runs at a time, each set once.
+        self.exclusive = sorted(
+            {
+                tuple(at for at in found if self.ops[at].kind in EXCLUSIVE)
+                for found in on_device.values()
+                if sum(self.ops[at].kind in EXCLUSIVE for at in found) > 1
+            }
+        )
+        #: (room, ((operation, running, after), ...)) of devices that could be too full, each set once.
+        limits: set[tuple[int, tuple[tuple[int, int, int], ...]]] = set()
+        for device, found in on_device.items():
+            rows = []
+            for at in found:
+                op = self.ops[at]
+                place = op.devices.index(device)
+                running = op.running_bytes[place] if op.running_bytes else 0
+                rest = op.after_bytes[place] if op.after_bytes else 0
+                if running or rest:
+                    rows.append((at, running, rest))
+            room = int(capacity[device] - base[device])
+            if sum(max(running, rest) for _, running, rest in rows) > room and not always_over(
+                self.ops, found, device, base, capacity
+            ):
+                limits.add((room, tuple(rows)))
+        self.limits = sorted(limits)
+
+    def makespan(self, start: Sequence[int]) -> int:
+        return max((at + size for at, size in zip(start, self.ticks, strict=True)), default=0)
+
+    def lower_bound(self) -> int:
+        """Longest chain, and for every exclusive set the work on it between the shortest head and tail."""
+        count = len(self.ops)
+        head, tail = [0] * count, [0] * count
+        order = sorted(range(count), key=lambda at: (len(self._ancestors(at)), at))
+        for at in order:
+            head[at] = max((head[a] + self.ticks[a] for a in self.after[at]), default=0)
+        for at in reversed(order):
+            for a in self.after[at]:
+                tail[a] = max(tail[a], tail[at] + self.ticks[at])
+        best = max((head[at] + self.ticks[at] + tail[at] for at in range(count)), default=0)
+        for group in self.exclusive:
+            work = sum(self.ticks[at] for at in group)
+            best = max(best, min(head[at] for at in group) + work + min(tail[at] for at in group))
+        return best
+
+    def _ancestors(self, number: int) -> set[int]:
+        found: set[int] = set()
+        stack = [number]
+        while stack:
+            for before in self.after[stack.pop()]:
+                if before not in found:
+                    found.add(before)
+                    stack.append(before)
+        return found
+
+    def list_schedule(self) -> tuple[list[int], bool]:
+        """The shorter of two lists that fit; whether one does (else the last, with its overflow).
+
+        Among operations whose predecessors are placed the one that can start first, then by rank, longest first; or
+        the one that needs most room for itself first, since what stays of the others would take it.
+        """
+        best: list[int] | None = None
+        start: list[int] = []
+        for roomy_first in (False, True) if self.limits else (False,):
+            start, fits = self._list(roomy_first)
+            if fits and (best is None or self.makespan(start) < self.makespan(best)):
+                best = start
+        return (best, True) if best is not None else (start, False)
+
+    def _list(self, roomy_first: bool) -> tuple[list[int], bool]:
+        count = len(self.ops)
+        start = [-1] * count
+        alone = [
+            max(((r - s) for r, s in zip(op.running_bytes, op.after_bytes, strict=False)), default=0) for op in self.ops
+        ]
+        fits = True
+        while any(at < 0 for at in start):
+            ready = [n for n in range(count) if start[n] < 0 and all(start[a] >= 0 for a in self.after[n])]
+            choices = []
+            for n in ready:
+                moment, fit = self._first_moment(n, start)
+                first = (-alone[n], moment) if roomy_first else (moment, self.ops[n].rank)
+                choices.append(((not fit, *first, -self.ticks[n], n), moment, fit))
+            key, moment, fit = min(choices)
+            start[key[-1]] = moment
+            fits &= fit
+        return start, fits
+
+    def _first_moment(self, number: int, start: Sequence[int]) -> tuple[int, bool]:
+        size = self.ticks[number]
+        least = max((start[a] + self.ticks[a] for a in self.after[number]), default=0)
+        ends = {start[n] + self.ticks[n] for n in range(len(start)) if start[n] >= 0}
+        for moment in sorted({least, *(e for e in ends if e > least)}):
+            if self._fits(number, moment, size, start):
+                return moment, True
+        return max(least, max(ends, default=0)), False
+
+    def _fits(self, number: int, moment: int, size: int, start: Sequence[int]) -> bool:
+        for group in self.exclusive:
+            if number in group and any(
+                start[n] >= 0 and start[n] < moment + size and moment < start[n] + self.ticks[n] for n in group
+            ):
+                return False
+        for room, rows in self.limits:
+            if all(n != number for n, _, _ in rows):
+                continue
+            placed = [(moment if n == number else start[n], n, run, rest) for n, run, rest in rows]
+            placed = [entry for entry in placed if entry[0] >= 0]
+            for at in {begin for begin, *_ in placed} | {begin + self.ticks[n] for begin, n, *_ in placed}:
+                held = 0
+                for begin, n, run, rest in placed:
+                    end = begin + self.ticks[n]
+                    held += run if begin <= at < end else rest if end <= at else 0
+                if held > room:
+                    return False
+        return True
+
+    def solve(self, hint: Sequence[int] | None, bound: int, options: TimelineOptions) -> tuple[list[int] | None, int]:
+        """CP-SAT's best start times (None where it finds none in its limit) and its bound. Without a hint that fits,
+        nothing is known but that one operation after the other is the longest that makes sense."""
+        from ortools.sat.python import cp_model
+
+        model = cp_model.CpModel()
+        horizon = self.makespan(hint) if hint is not None else max(sum(self.ticks), bound)
+        starts = [model.new_int_var(0, horizon, "") for _ in self.ops]
+        stop = model.new_int_var(bound, horizon, "")
+        runs = []
+        for at, size in enumerate(self.ticks):
+            runs.append(model.new_fixed_size_interval_var(starts[at], size, ""))
+            model.add(stop >= starts[at] + size)
+            for before in self.after[at]:
+                model.add(starts[at] >= starts[before] + self.ticks[before])
+            if hint is not None:
+                model.add_hint(starts[at], hint[at])
+        for group in self.exclusive:
+            model.add_no_overlap([runs[at] for at in group])
+        for room, rows in self.limits:
+            intervals, demands = [], []
+            for at, running, rest in rows:
+                if running and self.ticks[at]:
+                    intervals.append(runs[at])
+                    demands.append(running)
+                if rest:
+                    left = model.new_int_var(0, horizon + 1, "")
+                    end = starts[at] + self.ticks[at]
+                    intervals.append(model.new_interval_var(end, left, horizon + 1, ""))
+                    demands.append(rest)
+            model.add_cumulative(intervals, demands, room)
+        model.minimize(stop)
+        solver = cp_model.CpSolver()
+        solver.parameters.num_workers = 1
+        solver.parameters.random_seed = 1
+        solver.parameters.max_deterministic_time = options.deterministic_s
+        status = solver.solve(model)
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return None, bound
+        return [int(solver.value(at)) for at in starts], int(np.ceil(solver.best_objective_bound - 1e-6))
