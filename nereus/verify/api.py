@@ -144,7 +144,7 @@ class _Judge:
         return figures.check_bounds(self.case(), self.bounds())
 
     def _certificate(self) -> str:
-        return figures.check_certificate(self.case(), self.bounds(), self.use())
+        return figures.check_certificate(self.case(), self.bounds(), self.use(), self.storages().staged_bytes)
 
 
 def _parse(side: str, text: str) -> Plan:

@@ -5,9 +5,11 @@ And nothing is sent that is not there: a source holds what it sends in the old p
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from nereus.verify.case import Case
+from nereus.verify.case import Case, Rows, Stream
 from nereus.verify.finding import Violation
 from nereus.verify.segments import IntArray, Segments, first_overlap, ints, meeting, outside, within
 
@@ -60,7 +62,12 @@ def check_sources(case: Case) -> str:
         chosen[stream.carries] = True
         mine = rows.of_moves(chosen & ~relays)
         lo, hi = (moves.src[mine.move] * stride + end for end in (mine.lo, mine.hi))
-        bad = outside(lo, hi, wants.held)
+        held = wants.held
+        passing = _passing(case, stream)
+        if passing is not None:
+            _check_passing(case, mine, lo, hi, passing)
+            held = Segments.union(np.concatenate((held.lo, passing.lo)), np.concatenate((held.hi, passing.hi)))
+        bad = outside(lo, hi, held)
         if len(bad):
             at = int(bad[0])
             point = int(lo[at])
@@ -69,6 +76,58 @@ def check_sources(case: Case) -> str:
             what = "is not there at the boundary" if alive else "is lost with its node"
             raise Violation(f"move {number} reads {case.where(stream, point)}, which {what}")
     return f"{len(moves):,} moves read what is held on living nodes or was verified before, {int(relays.sum()):,} relay"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Passing:
+    """Old storages of one slot in host memory on the way: keys there, ascending, and between which waves."""
+
+    lo: IntArray
+    hi: IntArray
+    first: IntArray
+    last: IntArray
+
+
+def _passing(case: Case, stream: Stream) -> _Passing | None:
+    staged = {key: waves for key, waves in case.document.staged.items() if key[2] == stream.kind.name}
+    num_devices, stride = case.world.num_devices, case.grounds[stream.model].stride
+    columns: list[tuple[IntArray, ...]] = []
+    for copy in case.old.of_model(stream.model):
+        if stream.kind not in copy.slots or copy.slots[stream.kind]:
+            continue
+        held = case.old.holding(copy, stream.kind)
+        waves = {
+            device * len(copy.tensors) + tensor: span
+            for (device, stage, _, tensor), span in staged.items()
+            if stage == copy.stage
+        }
+        if not waves:
+            continue
+        storage = held.place * len(copy.tensors) + held.tensor
+        rows = np.flatnonzero(np.isin(storage, ints(list(waves))))
+        spans = ints([waves[key] for key in storage[rows].tolist()]).reshape(-1, 2)
+        begin = (held.place[rows] + num_devices) * stride
+        columns.append((begin + held.lo[rows], begin + held.hi[rows], spans[:, 0], spans[:, 1]))
+    if not columns:
+        return None
+    lo, hi, first, last = (np.concatenate([c[i] for c in columns]) for i in range(4))
+    order = np.argsort(lo, kind="stable")
+    return _Passing(lo[order], hi[order], first[order], last[order])
+
+
+def _check_passing(case: Case, mine: Rows, lo: IntArray, hi: IntArray, passing: _Passing) -> None:
+    """What is read from host memory on the way is there: copied in an earlier wave, and not gone."""
+    moves = case.document.moves
+    read, storage = meeting(lo, hi, passing.lo, passing.hi)
+    number = mine.move[read]
+    first, last = moves.wave[number], moves.wave[number] + moves.slices[number] - 1
+    bad = np.flatnonzero((first <= passing.first[storage]) | (last > passing.last[storage]))
+    if len(bad):
+        at = int(bad[0])
+        span = f"from wave {int(passing.first[storage[at]])} to {int(passing.last[storage[at]])}"
+        raise Violation(
+            f"move {int(number[at])} of wave {int(first[at])} reads from host memory what is there {span} only"
+        )
 
 
 def _check_relayed(case: Case) -> None:

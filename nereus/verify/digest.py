@@ -50,6 +50,8 @@ def document_digest(document: Document, old: Plan, new: Plan) -> str:
         digest.update(parts[region])
     for entry in sorted((*document.acquire.items(), *document.release.items())):
         digest.update(repr(entry).encode())
+    for passing in sorted(document.staged.items()):
+        digest.update(repr(passing).encode())
     return digest.hexdigest()
 
 

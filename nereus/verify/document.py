@@ -97,6 +97,7 @@ class LifecycleOp:
     stage: str
     devices: IntArray
     seconds: float
+    start_s: float
     background: bool
     running_bytes: IntArray
     after_bytes: IntArray
@@ -130,6 +131,8 @@ class Document:
     links: tuple[str, ...]
     acquire: dict[Key, int]
     release: dict[Key, int]
+    #: Old storages that pass through host memory: (wave in which each is copied there, wave after which it leaves it).
+    staged: dict[Key, tuple[int, int]]
     lifecycle: tuple[LifecycleOp, ...]
     memory: MemoryPromise
 
@@ -208,6 +211,7 @@ def read_document(value: Mapping[str, Any]) -> Document:
         links=links,
         acquire=_waves(schedule["acquire"]),
         release=_waves(schedule["release"]),
+        staged=_staged(schedule["staged"]) if "staged" in schedule.of(dict) else {},
         lifecycle=tuple(_operation(entry, len(devices)) for entry in root["lifecycle"].each()),
         memory=_memory(root["memory"], len(devices)),
     )
@@ -300,16 +304,32 @@ def _waves(entry: _Reader) -> dict[Key, int]:
     return found
 
 
+def _staged(entry: _Reader) -> dict[Key, tuple[int, int]]:
+    found: dict[Key, tuple[int, int]] = {}
+    for row in entry.each():
+        values = row.of(list)
+        kinds = (int, str, str, int, int, int)
+        if len(values) != 6 or not all(isinstance(v, k) for v, k in zip(values, kinds, strict=True)):
+            raise DamagedDocument(f"{row.path} is no [device, stage, slot, tensor, wave, wave]")
+        key = (values[0], values[1], values[2], values[3])
+        if key in found:
+            raise DamagedDocument(f"{row.path} repeats a storage")
+        found[key] = (values[4], values[5])
+    return found
+
+
 def _operation(entry: _Reader, num_devices: int) -> LifecycleOp:
     devices = entry["devices"].column(low=0, stop=num_devices)
-    seconds = entry["seconds"].value
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-        raise DamagedDocument(f"{entry.path}.seconds is of a wrong kind")
+    seconds, start = entry["seconds"].value, entry["start_s"].value
+    for name, value in (("seconds", seconds), ("start_s", start)):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise DamagedDocument(f"{entry.path}.{name} is of a wrong kind")
     return LifecycleOp(
         kind=entry["kind"].of(str),
         stage=entry["stage"].of(str),
         devices=devices,
         seconds=float(seconds),
+        start_s=float(start),
         background=entry["background"].of(bool),
         running_bytes=entry["running_bytes"].column(len(devices)),
         after_bytes=entry["after_bytes"].column(len(devices)),

@@ -65,7 +65,7 @@ def check_bounds(case: Case, bounds: Bounds) -> str:
     return f"at least {bounds.moved_bytes:,} bytes move, {most_in:,} into one node, in {bound_s:.6g} s"
 
 
-def check_certificate(case: Case, bounds: Bounds, use: Use) -> str:
+def check_certificate(case: Case, bounds: Bounds, use: Use, staged_bytes: int) -> str:
     document, world = case.document, case.world
     said = _Figures(document.certificate)
     kind, size = link_classes(case), case.numel * case.element_bytes
@@ -81,6 +81,8 @@ def check_certificate(case: Case, bounds: Bounds, use: Use) -> str:
         "derived_bytes": bounds.derived_bytes,
         "num_waves": document.num_waves,
     }
+    if staged_bytes or "staged_bytes" in said.values:  # later than the first files
+        true["staged_bytes"] = staged_bytes
     links = said.values.get("bytes_by_link")
     if not isinstance(links, dict):
         raise DamagedDocument("certificate.bytes_by_link is missing or of a wrong kind")
@@ -132,10 +134,34 @@ def _check_seconds(case: Case, said: _Figures) -> None:
         raise Violation(f"transfer_s is {transfer:.6g}, and a port is busy for {busy:.6g} s")
     setup = max(_chain(life, "engine-start"), _chain(life, "spawn")) + _chain(life, "build-groups")
     background = max(_chain(life, kind, background=True) for kind in ("engine-start", "spawn"))
-    downtime = sum(said.seconds(name) for name in ("drain_s", "setup_s", "transfer_s", "commit_s"))
+    downtime = _stop_s(case, said)
     for name, value in (("setup_s", setup), ("background_s", background), ("downtime_s", downtime)):
         if abs(said.seconds(name) - value) > _CLOSE * max(1.0, value):
             raise Violation(f"{name} is {value:.6g} and the certificate says {said.seconds(name):.6g}")
+
+
+def _stop_s(case: Case, said: _Figures) -> float:
+    """The stop, worked out from when each operation starts: one at a time on a device, communicators after their
+    processes, the transfer after every process (and, in tight mode, communicator), the commit after all."""
+    life = [op for op in case.document.lifecycle if not op.background and op.kind != "retire"]
+    drain = said.seconds("drain_s")
+    idle: dict[int, tuple[float, str]] = {}
+    spawned: dict[str, float] = {}
+    begin = done = drain
+    for op in sorted(life, key=lambda op: (op.start_s, op.start_s + op.seconds)):
+        end = op.start_s + op.seconds
+        late = max([idle[d] for d in op.devices.tolist() if d in idle], default=(0.0, ""))
+        if op.start_s < late[0] - _CLOSE * max(1.0, end) or op.start_s < 0:
+            raise Violation(f"{op.kind} of {op.stage} starts at {op.start_s:.6g} s, during {late[1]}")
+        if op.kind == "build-groups" and op.start_s < spawned.get(op.stage, 0.0) - _CLOSE * max(1.0, end):
+            raise Violation(f"{op.stage} has communicators set up before its processes are there")
+        idle.update(dict.fromkeys(op.devices.tolist(), (end, f"{op.kind} of {op.stage}")))
+        if op.kind == "spawn":
+            spawned[op.stage] = max(spawned.get(op.stage, 0.0), end)
+        if op.kind != "build-groups" or case.document.mode == "tight":
+            begin = max(begin, end)
+        done = max(done, end)
+    return max(begin + said.seconds("transfer_s"), done) + said.seconds("commit_s")
 
 
 def _chain(life: tuple[LifecycleOp, ...], kind: str, *, background: bool = False) -> float:

@@ -86,6 +86,9 @@ def _most_acquired(case: Case, storages: Storages) -> IntArray:
         for key, wave in waves.items():
             space, num_bytes = _size(known, key)
             events.append((key[0] + (num_devices if space >= num_devices else 0), wave + later, sign * num_bytes))
+    for key, (first, last) in document.staged.items():  # a copy in the host memory of the device's process
+        num_bytes = _size(storages.going_keys, key)[1]
+        events += [(key[0] + num_devices, first, num_bytes), (key[0] + num_devices, last + 1, -num_bytes)]
     most = np.zeros(world.num_spaces, dtype=np.int64)
     if not events:
         return most

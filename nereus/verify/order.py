@@ -31,6 +31,9 @@ def check_order(case: Case) -> str:
         for key, wave in waves.items():
             if not 0 <= wave < max(document.num_waves, 1):
                 raise Violation(f"{key[1]} {key[2]} is {what} in wave {wave}, and there are {document.num_waves}")
+    for key, (first, final) in document.staged.items():
+        if not 0 <= first < final < document.num_waves:
+            raise Violation(f"{key[1]} {key[2]} is in host memory from wave {first} to {final}")
     waits = 2 * int(moves.slices.sum()) + len(moves.after)
     return f"{waits:,} waits, each for operations of earlier waves or for the two posts of its own: no cycle"
 

@@ -35,7 +35,7 @@ class Group:
 
 class Storages:
     def __init__(self, case: Case) -> None:
-        self.world = case.world
+        self.world, self.document = case.world, case.document
         self.coming: list[Group] = []  # in the new plan; those that stay too
         self.going: list[Group] = []
         for holdings, others, groups in ((case.old, case.new, self.going), (case.new, case.old, self.coming)):
@@ -125,13 +125,18 @@ class Storages:
     def going_keys(self) -> dict[Key, tuple[int, int]]:
         return self.keys(self.going)
 
+    @property
+    def staged_bytes(self) -> int:
+        """Of what passes through host memory on the way."""
+        return sum(self.going_keys[key][1] for key in self.document.staged if key in self.going_keys)
+
 
 def check_lifetimes(case: Case, storages: Storages) -> str:
     """Tight mode: a new storage is there when something arrives in it, an old one until all that reads it was
     verified. Reversible mode: nothing old goes before the commit."""
     document = case.document
     if document.mode != "tight":
-        if document.acquire or document.release:
+        if document.acquire or document.release or document.staged:
             raise Violation(f"mode {document.mode} acquires everything first and releases nothing before the commit")
         return "nothing is released before the commit"
     for key in document.acquire:
@@ -143,6 +148,11 @@ def check_lifetimes(case: Case, storages: Storages) -> str:
     for key in document.release:
         if key not in storages.going_keys:
             raise Violation(f"{_text(case, key)} is released and does not go")
+    for key, (first, last) in document.staged.items():
+        if key not in storages.going_keys or storages.going_keys[key][0] >= case.world.num_devices:
+            raise Violation(f"{_text(case, key)} passes through host memory and is no storage that leaves a GPU")
+        if document.release.get(key, last) < first:
+            raise Violation(f"{_text(case, key)} is released before it is in host memory")
     uses = sum(_check_stream(case, storages, stream) for stream in case.streams)
     return f"{uses:,} uses of storages, each while the storage is there; releases follow the verify of every reader"
 
@@ -156,6 +166,8 @@ def _check_stream(case: Case, storages: Storages, stream: Stream) -> int:
     carried[stream.carries] = True
     uses = 0
     last = moves.wave + moves.slices - 1
+    # The process itself also finds what passes through host memory there.
+    locally = {**document.release, **{key: final for key, (_, final) in document.staged.items()}}
     mine = rows.of_moves(carried)
     direct = rows.of_moves(carried & ~relays)
     for copy in case.new.of_model(stream.model):
@@ -172,7 +184,7 @@ def _check_stream(case: Case, storages: Storages, stream: Stream) -> int:
             keys = [moves.src[direct.move] * stride + end for end in (direct.lo, direct.hi)]
             row, out_of = meeting(keys[0], keys[1], lo, hi)
             uses += len(row)
-            _check_released(case, copy, stream, place[out_of], tensor[out_of], last[direct.move[row]])
+            _check_released(case, document.release, copy, stream, place[out_of], tensor[out_of], last[direct.move[row]])
             for target in case.new.of_model(stream.model):
                 if stream.kind in target.slots:
                     # What is there already is copied when the new storage comes.
@@ -180,7 +192,7 @@ def _check_stream(case: Case, storages: Storages, stream: Stream) -> int:
                     into, out_of = meeting(to_lo, to_hi, lo, hi)
                     wave = _waves(document.acquire, case, target, stream, to_place[into], to_tensor[into])
                     uses += int((wave >= 0).sum())
-                    _check_released(case, copy, stream, place[out_of], tensor[out_of], wave)
+                    _check_released(case, locally, copy, stream, place[out_of], tensor[out_of], wave)
     return uses
 
 
@@ -227,9 +239,15 @@ def _check_acquired(
 
 
 def _check_released(
-    case: Case, copy: StateCopy, stream: Stream, place: IntArray, tensor: IntArray, wave: IntArray
+    case: Case,
+    release: dict[Key, int],
+    copy: StateCopy,
+    stream: Stream,
+    place: IntArray,
+    tensor: IntArray,
+    wave: IntArray,
 ) -> None:
-    gone = _waves(case.document.release, case, copy, stream, place, tensor)
+    gone = _waves(release, case, copy, stream, place, tensor)
     early = np.flatnonzero((gone >= 0) & (gone < wave))
     if len(early):
         at = int(early[0])

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from passes.cycles import cycle
 from passes.execute import pipeline
 from passes.plans import ARCHS, guest, node, stage
 
@@ -17,7 +18,7 @@ from nereus.cli.transition.saved import saved_document
 from nereus.ir.arch import Arch, Moe
 from nereus.ir.cluster import Cluster
 from nereus.ir.plan import Model, Plan, Stage, Workload
-from nereus.ir.units import GIB
+from nereus.ir.units import GB, GIB
 from nereus.lang.api import load_plan, pinned, placed_plan_text, resolve_text
 from nereus.passes.compiled import Transition
 from nereus.passes.manager import Pipeline
@@ -133,6 +134,23 @@ def stale() -> Transition:
     return compiled(plan(8), plan(12), pipeline(64, 16, 800))
 
 
+def through_host() -> Transition:
+    """Three model-stages trade full GPUs: one storage of the cycle passes through host memory."""
+    options = replace(pipeline(10**6, 10**6, 200), mode="tight")
+    old, new = cycle(3)
+    full = int(compile_transition(old, new, options).memory.tight_base[:3].max())
+    return compile_transition(*(with_capacity(plan, full, 2**30) for plan in (old, new)), options)
+
+
+def with_capacity(plan: Plan, gpu_bytes: int, host_bytes: int) -> Plan:
+    """Machines that no data sheet has: such plans have no text."""
+    nodes = tuple(
+        replace(n, gpu=replace(n.gpu, mem_gb=(gpu_bytes + 0.5) / 0.9 / GB), host_mem_bytes=host_bytes)
+        for n in plan.cluster.nodes
+    )
+    return replace(plan, cluster=replace(plan.cluster, nodes=nodes))
+
+
 def example(old: str, new: str) -> Callable[[], Transition]:
     """Two of ``tests/plans``."""
 
@@ -152,6 +170,7 @@ MAKERS: dict[str, Callable[[], Transition]] = {
     "experts": experts,
     "concurrent": concurrent,
     "stale": stale,
+    "through-host": through_host,
     "8b-grows": example("ppo-8b-2k", "ppo-8b-4k"),
     "8b-zero1": example("ppo-8b-zero1", "ppo-8b-2k"),
     "swap-full": example("swap-full", "swap-full-new"),
@@ -186,6 +205,9 @@ def sealed(name: str, value: Json) -> Json:
     return value
 
 
-def broken(value: Json) -> dict[str, str]:
+def broken(name: str, value: Json) -> dict[str, str]:
     """Properties that do not hold, with what is said about them."""
-    return {f.name: f.evidence for f in verify(value).findings if not f.holds}
+    plans = None
+    if name == "through-host":
+        plans = (transition(name).old, transition(name).new)
+    return {f.name: f.evidence for f in verify(value, plans).findings if not f.holds}

@@ -284,6 +284,41 @@ def release_in_reversible_mode(value: Json) -> None:
     value["schedule"]["release"] = [[0, "actor.train", "weight", 0, 0]]
 
 
+def staging_in_host_forgotten(value: Json) -> None:
+    """Nothing says that a storage passes through host memory, and moves read it there."""
+    value["schedule"]["staged"] = value["schedule"]["staged"][1:]
+
+
+def leaves_host_too_early(value: Json) -> None:
+    for row in value["schedule"]["staged"]:
+        row[5] = row[4] + 1
+
+
+def reaches_host_too_late(value: Json) -> None:
+    for row in value["schedule"]["staged"]:
+        row[4] = row[5] - 1
+
+
+def released_before_it_is_in_host(value: Json) -> None:
+    staged = {tuple(row[:4]): row[4] for row in value["schedule"]["staged"]}
+    for row in value["schedule"]["release"]:
+        if tuple(row[:4]) in staged:
+            row[4] = staged[tuple(row[:4])] - 1
+
+
+def host_memory_short_by_a_byte(value: Json) -> None:
+    """What passes through a host's memory no longer fits there."""
+    from nereus.verify.api import _Judge
+    from nereus.verify.document import read_document
+
+    known = transition("through-host")
+    use = _Judge(read_document(value), (known.old, known.new)).use()
+    number = len(value["schedule"]["devices"])
+    assert int(use.peak[number]) > int(use.phases["at the boundary"][number])
+    (name,) = value["memory"]["hosts"]
+    value["memory"]["hosts"][name] = int(use.peak[number]) - 1
+
+
 # Memory
 
 
@@ -424,6 +459,14 @@ FAULTS: list[tuple[Fault, str, tuple[str, ...]]] = [
     (never_acquired, "lifetimes", IN_TIGHT_MODE),
     (released_twice_over, "lifetimes", IN_TIGHT_MODE),
     (release_in_reversible_mode, "lifetimes", ("relays", "8b-grows")),
+    (staging_in_host_forgotten, "sources", ("through-host",)),
+    (leaves_host_too_early, "sources", ("through-host",)),
+    (reaches_host_too_late, "sources", ("through-host",)),
+    (released_before_it_is_in_host, "lifetimes", ("through-host",)),
+    (host_memory_short_by_a_byte, "memory", ("through-host",)),
+    (figure("staged_bytes", -1), "certificate", ("through-host", "tight")),
+    (drop, "elements", ("through-host",)),
+    (wrong_bytes, "moves", ("through-host",)),
     (capacity_below_the_peak, "memory", ALL),
     (more_capacity_than_there_is, "memory", ALL),
     (more_host_memory_than_there_is, "memory", ALL),
@@ -461,11 +504,11 @@ FAULTS: list[tuple[Fault, str, tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", (*ALL, "through-host"))
 def test_untouched(name: str) -> None:
     value = document(name)
-    assert broken(value) == {}
-    assert broken(sealed(name, value)) == {}
+    assert broken(name, value) == {}
+    assert broken(name, sealed(name, value)) == {}
 
 
 @pytest.mark.parametrize(
@@ -480,7 +523,7 @@ def test_planted(plant: Fault, caught_by: str, name: str) -> None:
     value = document(name)
     plant(value)
     assert value != document(name)
-    found = broken(sealed(name, value))
+    found = broken(name, sealed(name, value))
     assert caught_by in found, found
     assert not {"plans", "digest"} & set(found), "the fault was not covered up"
     assert not found[caught_by].startswith("cannot be judged")
@@ -488,11 +531,11 @@ def test_planted(plant: Fault, caught_by: str, name: str) -> None:
 
 def test_the_largest_with_experts() -> None:
     """Faults of a mixture of experts with 18,000 tensors; few, since it is large."""
-    assert broken(document("moe-ep8")) == {}
+    assert broken("moe-ep8", document("moe-ep8")) == {}
     for plant, caught_by in ((drop, "elements"), (wrong_tensor, "elements"), (wrong_bytes, "moves")):
         value = document("moe-ep8")
         plant(value)
-        assert caught_by in broken(sealed("moe-ep8", value))
+        assert caught_by in broken("moe-ep8", sealed("moe-ep8", value))
 
 
 def test_changed_text() -> None:
@@ -503,10 +546,10 @@ def test_changed_text() -> None:
     text = value["plans"]["new"]["text"]
     value["plans"]["new"]["text"] = text.replace("zero        = 1", "zero        = 0")
     assert value["plans"]["new"]["text"] != text
-    assert {"plans", "digest", "elements"} <= set(broken(value))
+    assert {"plans", "digest", "elements"} <= set(broken("relays", value))
     value["fingerprints"]["new_plan"] = sha256(value["plans"]["new"]["text"].encode()).hexdigest()
-    assert {"digest", "elements"} <= set(broken(value))
-    assert "plans" not in broken(value)
+    assert {"digest", "elements"} <= set(broken("relays", value))
+    assert "plans" not in broken("relays", value)
 
 
 def test_two_owners_in_the_plan_itself() -> None:
@@ -515,14 +558,14 @@ def test_two_owners_in_the_plan_itself() -> None:
     text = value["plans"]["new"]["text"]
     assert text.count("= n0\n") == 2, "generation lies on n0: its devices and their order"
     value["plans"]["new"]["text"] = text.replace("= n0\n", "= n1\n")
-    found = broken(value)
+    found = broken("concurrent", value)
     assert "plans" in found and "processes" in found
 
 
 def test_a_fault_is_named_with_place_and_numbers() -> None:
     value = document("relays")
     drop(value)
-    said = broken(sealed("relays", value))["elements"]
+    said = broken("relays", sealed("relays", value))["elements"]
     assert "never arrives" in said and "gpu" in said and "actor" in said
 
 
