@@ -46,9 +46,11 @@ def bound_s(flows: list[Flow], top: Topology) -> float:
 
 
 @st.composite
-def instances(draw: st.DrawFn, *, hosts: bool, fast: bool | None = None, most: int = 3) -> tuple[list[Flow], Topology]:
+def instances(
+    draw: st.DrawFn, *, hosts: bool, fast: bool | None = None, nic: float = 0.0, most: int = 3
+) -> tuple[list[Flow], Topology]:
     sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3).filter(lambda s: sum(s) > 1))
-    nic = draw(st.sampled_from([25e9, 50e9, 200e9]))
+    nic = nic or draw(st.sampled_from([25e9, 50e9, 200e9]))
     top = topology(*sizes, nic=(nic,) * len(sizes), fast=draw(st.booleans()) if fast is None else fast)
     places = list(range(top.num_devices * (2 if hosts else 1)))
     flows = []
