@@ -4,7 +4,8 @@ Time 0 is when preparation beside training starts; the stop begins with the firs
 
 - per device, engine starts and processes that run beside training, one after the other;
 - ``quiesce`` of every device of the old plan, which gives it up; all of them follow the preparation;
-- set-up that had to wait for that, one after the other on a device; a stage's groups follow its processes;
+- set-up that had to wait for that, one after the other on a device; a stage's groups follow its processes, and in
+  reversible mode are built beside the transfer;
 - ``ready``: all agree on the digest. Then every device acquires its staging;
 - per device and wave a ``post`` that acquires the wave's storages. It follows the device's post of the wave before and
   every message of that wave which the device sends or receives: a rank posts wave k + 1 when its part of wave k is
@@ -60,8 +61,10 @@ class TransitionJob:
         return float(outcome.finish_s[list(self.resume)].max() - outcome.ready_s[self.first_quiesce])
 
     def transfer_s(self, outcome: Outcome) -> float:
-        """Seconds from the agreement on the digest until the commit may begin."""
-        return float(outcome.start_s[self.commit] - outcome.finish_s[self.ready])
+        """Seconds from the agreement on the digest to the end of the last message; 0 where nothing moves."""
+        if not len(self.rows):
+            return 0.0
+        return float(outcome.finish_s[self.rows[:, 2]].max() - outcome.finish_s[self.ready])
 
 
 def job_of(transition: Transition, costs: Costs | None = None) -> TransitionJob:
@@ -116,7 +119,7 @@ class _Builder:
     def build(self) -> TransitionJob:
         transition, costs = self.transition, self.costs
         old_devices, new_devices = self._owned()
-        setup_ends, first_quiesce = self._set_up(old_devices)
+        setup_ends, first_quiesce, groups = self._set_up(old_devices)
         ready = self.op("ready", fixed_s=costs.agree_s, after=setup_ends)
         memory = transition.memory
         staged = [
@@ -126,7 +129,7 @@ class _Builder:
         started = self.op("start", after=(ready, *staged))
         transfer = _Transfer(self, started)
         ends = transfer.build()
-        commit = self.op("commit", fixed_s=commit_s(len(new_devices)), after=ends)
+        commit = self.op("commit", fixed_s=commit_s(len(new_devices)), after=(*ends, *groups))
         resume = self._after_commit(commit, new_devices)
         return TransitionJob(
             job=self._job(transfer, old_devices),
@@ -148,8 +151,9 @@ class _Builder:
             found.append(sorted(d for d in devices if topology.alive[int(topology.node_of[d])]))
         return found[0], found[1]
 
-    def _set_up(self, old_devices: list[int]) -> tuple[tuple[int, ...], int]:
-        """(operations that must be over before all are ready, the first quiesce)."""
+    def _set_up(self, old_devices: list[int]) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+        """(operations that must be over before all are ready, the first quiesce, communicators that are set up beside
+        the transfer: in reversible mode, where the old plan is still whole should they fail)."""
         ops = [op for op in self.transition.life.ops if op.kind != "retire"]
         last: dict[int, int] = {}
         for life in ops:
@@ -166,11 +170,16 @@ class _Builder:
         for life in ops:
             if not life.background and life.kind != "build-groups":
                 processes.setdefault(life.stage, []).extend(self._run(life, last, (quiesced,)))
+        started = tuple(dict.fromkeys(last.values()))
+        groups: list[int] = []
         for life in ops:
             if life.kind == "build-groups":
                 there = self.op(f"processes of {life.stage}", after=(quiesced, *processes.get(life.stage, ())))
-                self._run(life, last, (there,))
-        return (quiesced, *dict.fromkeys(last.values())), (quiesce[0] if quiesce else quiesced)
+                groups += self._run(life, last, (there,))
+        first = quiesce[0] if quiesce else quiesced
+        if self.transition.schedule.mode == "tight":
+            return (quiesced, *started, *groups), first, ()
+        return (quiesced, *started), first, tuple(groups)
 
     def _run(self, life: LifecycleOp, last: dict[int, int], after: tuple[int, ...]) -> list[int]:
         """One operation a device; those of a device follow each other."""
