@@ -78,5 +78,7 @@ def bounds(diff: Diff, links: Links) -> Bounds:
         at = int(np.argmax(seconds))
         if seconds[at] > best:
             best, limited = float(seconds[at]), f"{what} of {name(at)}"
-    moved -= diff.foregone_bytes
-    return Bounds(moved_bytes=moved, node_in_bytes=tuple(int(b) for b in nic_in), transfer_s=best, limited_by=limited)
+    # The transfer's bound is for what is demanded; bytes are counted as if all that can be derived were.
+    node_in = (nic_in - diff.foregone.node_in_bytes).tolist()
+    moved -= diff.foregone.moved_bytes
+    return Bounds(moved_bytes=moved, node_in_bytes=tuple(node_in), transfer_s=best, limited_by=limited)

@@ -14,6 +14,7 @@ import numpy as np
 from nereus.ir.holdings import Holdings, StateSet, Topology, model_names
 from nereus.ir.layout import IntArray
 from nereus.passes.atoms import AtomTable, ModelGeometry, SlotGroup, build_atoms, model_geometry
+from nereus.passes.foregone import Foregone, without_small_shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +54,7 @@ class Diff:
     fresh: tuple[tuple[str, str], ...]
     kept_bytes: int  # wanted and already at its place
     derived_bytes: int
-    #: What places could derive and fetch all the same (``MIN_DERIVED_SHARE``).
-    foregone_bytes: int
-
-
-#: A place that derives less than this share of a model's weights fetches them whole. Otherwise each of dp ranks would
-#: lack something else, and dp x dp different needs cost more in messages than they save: at most 1/32 of the weights.
-MIN_DERIVED_SHARE = 1 / 32
+    foregone: Foregone
 
 
 def diff(old: Holdings, new: Holdings, topology: Topology, *, derive: bool = True) -> Diff:
@@ -83,12 +78,13 @@ def diff(old: Holdings, new: Holdings, topology: Topology, *, derive: bool = Tru
     lost: list[LostState] = []
     all_holders: list[tuple[tuple[int, ...], ...]] = []
     all_wanters: list[tuple[tuple[int, ...], ...]] = []
-    kept = derived = foregone = 0
+    kept = derived = 0
+    foregone = Foregone.nothing(len(topology.nodes))
     for number, table in enumerate(tables):
         geometry = geometries[geometry_of[number]]
         holders = _class_places(table, table.class_holders, old_side=True, topology=topology)
         wanters = _class_places(table, table.class_wanters, old_side=False, topology=topology)
-        table, given_up = _without_small_shares(table, holders)
+        table, given_up = without_small_shares(table, holders, wanters, topology)
         tables[number] = table
         foregone += given_up
         all_holders.append(holders)
@@ -119,33 +115,8 @@ def diff(old: Holdings, new: Holdings, topology: Topology, *, derive: bool = Tru
         fresh=tuple(fresh),
         kept_bytes=kept,
         derived_bytes=derived,
-        foregone_bytes=foregone,
+        foregone=foregone,
     )
-
-
-def _without_small_shares(table: AtomTable, holders: tuple[tuple[int, ...], ...]) -> tuple[AtomTable, int]:
-    """``table`` without what is hardly worth deriving, and how many bytes that would have saved."""
-    if not table.derived:
-        return table, 0
-    sizes = table.num_bytes
-    class_bytes = np.bincount(table.cls, weights=sizes, minlength=table.num_classes)
-    of_group = np.zeros(len(table.new_groups))
-    for cls, members in enumerate(table.class_wanters):
-        of_group[list(members)] += class_bytes[cls]
-    wanted: dict[int, float] = {}
-    for group, num_bytes in zip(table.new_groups, of_group.tolist(), strict=True):
-        for place in group.places:
-            wanted[place] = wanted.get(place, 0.0) + num_bytes
-    kept: dict[int, IntArray] = {}
-    given_up = 0
-    held = [set(places) for places in holders]
-    for place, own in table.derived.items():
-        if int(sizes[own].sum()) >= MIN_DERIVED_SHARE * wanted.get(place, 0.0):
-            kept[place] = own
-            continue
-        for cls, num_bytes in zip(table.cls[own].tolist(), sizes[own].tolist(), strict=True):
-            given_up += 0 if place in held[cls] else num_bytes
-    return (table if len(kept) == len(table.derived) else replace(table, derived=kept)), given_up
 
 
 def derivable(group: SlotGroup, old_sets: tuple[StateSet, ...]) -> bool:

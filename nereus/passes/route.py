@@ -43,7 +43,7 @@ class Routed:
     ports: Ports
     links: Links
     bound: Bounds
-    foregone_bytes: int  # Diff.foregone_bytes
+    foregone_bytes: int  # of moves that deriving would have spared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ class _Router:
             ports=self.ports,
             links=self.links,
             bound=self.bound,
-            foregone_bytes=self.diff.foregone_bytes,
+            foregone_bytes=self.diff.foregone.moved_bytes,
         )
 
     def _order(self) -> list[Demand]:

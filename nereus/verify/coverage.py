@@ -40,15 +40,30 @@ def check_elements(case: Case) -> str:
             raise Violation(
                 f"{case.where(stream, int(missing.lo[0]))} never arrives ({missing.total:,} elements in all)"
             )
-        extra = arriving.minus(wants.need)
+        extra = arriving.minus(wants.need).minus(wants.derived)
         if len(extra):
             point = int(extra.lo[0])
             there = not len(outside(ints([point]), ints([point + 1]), wants.wanted))
-            why = "is there already or made there" if there else "is not wanted there"
+            why = "is there already" if there else "is not wanted there"
             raise Violation(f"{case.where(stream, point)} arrives and {why} ({extra.total:,} elements in all)")
         total += wants.wanted.total * count
         arrived += arriving.total * count
     return f"{total:,} wanted elements: {arrived:,} arrive, each once, the others are there or made there"
+
+
+def fetched_bytes(case: Case) -> int:
+    """Bytes that arrive where they could be made."""
+    total = 0
+    moves, rows = case.document.moves, case.rows
+    for stream, wants, count in case.distinct():
+        if wants.derived.total:
+            chosen = np.zeros(len(moves), dtype=bool)
+            chosen[stream.carries] = True
+            mine = rows.of_moves(chosen)
+            stride = case.grounds[stream.model].stride
+            arriving = Segments.union(*(moves.dst[mine.move] * stride + end for end in (mine.lo, mine.hi)))
+            total += arriving.common(wants.derived).total * stream.kind.num_bytes * count
+    return total
 
 
 def check_sources(case: Case) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from nereus.verify.bounds import Bounds
 from nereus.verify.case import Case
+from nereus.verify.coverage import fetched_bytes
 from nereus.verify.document import LifecycleOp
 from nereus.verify.finding import DamagedDocument, Violation
 from nereus.verify.links import busy_ports, link_classes
@@ -78,7 +79,7 @@ def check_certificate(case: Case, bounds: Bounds, use: Use, staged_bytes: int) -
         "local_bytes": by_class["local"],
         "node_in_bytes_max": int(node_in.max(initial=0)),
         "kept_bytes": bounds.kept_bytes,
-        "derived_bytes": bounds.derived_bytes,
+        "derived_bytes": bounds.derived_bytes - fetched_bytes(case),
         "num_waves": document.num_waves,
     }
     if staged_bytes or "staged_bytes" in said.values:  # later than the first files
