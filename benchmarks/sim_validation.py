@@ -3,9 +3,9 @@
 Transitions of small models run on one process a GPU with the runtime's own executor, which packs, sends, unpacks and
 checks every byte. Predicted is the time from the first post to the last verified message, and so it is measured: the
 longest that a process packs, transfers (waiting included), unpacks and verifies. Three figures are fitted, all from
-probes that are not among the transitions: the rate of one process's port and the cost of a message (one process to one
-other, large and small), and what the machine's cores and memory pass when all processes move at once (two pairs that
-trade places). Every transition runs several times, one of them there and the next back; the fastest run of each counts,
+probes that are not among the transitions: the rate of one process's port, packing included, and the cost of a message
+(a pair of processes, large and small models), and what the machine's cores and memory pass when two pairs do the same
+at once. Every transition runs several times, one of them there and the next back; the fastest run of each counts,
 since whatever else runs on the machine only adds.
 """
 
@@ -50,10 +50,23 @@ def pair(first: str, second: str) -> str:
     return TWO + train(first, "tp = 2  micro_batch = 1") + train(second, "tp = 2  micro_batch = 1", "critic")
 
 
-#: name -> (plan, plan, mode).
+def both(first: str, second: str) -> str:
+    """Two models, each on a pair of processes of its own."""
+    return TWO + train("n0.gpu[0-1]", first) + train("n0.gpu[2-3]", second, "critic")
+
+
+#: name -> (plan, plan, mode). Columns of matrices travel both ways, so that there is packing to do.
 PROBES = {
-    "one to one": (HEAD + train("n0.gpu0", "tp = 1"), HEAD + train("n0.gpu1", "tp = 1"), "reversible"),
-    "all at once": (pair("n0.gpu[0-1]", "n0.gpu[2-3]"), pair("n0.gpu[2-3]", "n0.gpu[0-1]"), "reversible"),
+    "one pair": (
+        HEAD + train("n0.gpu[0-1]", "tp = 2"),
+        HEAD + train("n0.gpu[0-1]", "tp = 1  pp = 2"),
+        "reversible",
+    ),
+    "two pairs": (
+        both("tp = 2  micro_batch = 1", "tp = 2  micro_batch = 1"),
+        both("tp = 1  pp = 2  micro_batch = 1", "tp = 1  pp = 2  micro_batch = 1"),
+        "reversible",
+    ),
 }
 TRANSITIONS = {
     "tp2 pp2 - tp4, ZeRO-1": (
@@ -153,11 +166,11 @@ def fit(large: Sequence[Run], small: Sequence[Run], together: Sequence[Run]) -> 
     def mean(values: Sequence[float]) -> float:
         return statistics.mean(values)
 
-    def messages(runs: Sequence[Run]) -> float:
-        return mean([len(np.unique(run.job.rows[:, 2])) for run in runs])
+    def waves(runs: Sequence[Run]) -> float:
+        return mean([len(np.unique(run.job.rows[:, 2])) / 2 for run in runs])
 
-    # seconds = messages x cost + bytes / rate, at two sizes.
-    table = np.array([[messages(runs), mean([r.moved_bytes for r in runs])] for runs in (large, small)])
+    # Each of the two sends and receives half: seconds = waves x cost + bytes / 2 / rate, at two sizes.
+    table = np.array([[waves(runs), mean([r.moved_bytes / 2 for r in runs])] for runs in (large, small)])
     cost, inverse = np.linalg.solve(table, [mean([r.seconds for r in runs]) for runs in (large, small)])
     message_s = max(float(cost), 0.0)
     port = 1 / float(inverse) if cost >= 0 else table[0, 1] / mean([r.seconds for r in large])
@@ -175,9 +188,9 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=512)
     options = parser.parse_args()
     scale = Scale(width=options.width, layers=4)
-    large = measure(*PROBES["one to one"], scale, options.repeats)
-    small = measure(*PROBES["one to one"], Scale(width=options.width // 4, layers=4), options.repeats)
-    together = measure(*PROBES["all at once"], scale, options.repeats)
+    large = measure(*PROBES["one pair"], scale, options.repeats)
+    small = measure(*PROBES["one pair"], Scale(width=options.width // 4, layers=4), options.repeats)
+    together = measure(*PROBES["two pairs"], scale, options.repeats)
     port, machine, message_s = fit(large, small, together)
     print(
         f"fitted: a process {port / 1e9:.2f} GB/s each way, the machine {machine / 1e9:.2f} GB/s, a message "
