@@ -58,6 +58,7 @@ class Certificate:
     setup_s: float
     commit_s: float
     downtime_s: float
+    bound_downtime_s: float
     background_s: float
     kept_bytes: int
     derived_bytes: int

@@ -17,6 +17,7 @@ from nereus.passes.lifecycle import Lifecycle, commit_s
 from nereus.passes.memory import PHASES, MemoryPlan
 from nereus.passes.place import Placed
 from nereus.passes.route import Routed
+from nereus.passes.timeline import Timeline, coarse_ops, schedule_timeline
 
 #: Decoding one token of a sequence, seconds: a prior for how long in-flight rollouts take to finish. An assumption
 #: (20-30 ms per token is usual for models of 7-30 B at moderate batch) until the monitor has measured it.
@@ -34,6 +35,32 @@ def drain_s(plan: Plan, life: Lifecycle) -> float:
     return 0.5 * plan.workload.response_len * DECODE_TOKEN_S
 
 
+def _commit_s(plan: Plan) -> float:
+    return commit_s(len({d for s in plan.owners() for d in s.ranks}))
+
+
+def changes_nothing(schedule: Schedule, life: Lifecycle, memory: MemoryPlan) -> bool:
+    return not (schedule.moves or life.ops or memory.state.new.any() or memory.state.old.any())
+
+
+def stop_timeline(new: Plan, schedule: Schedule, life: Lifecycle, memory: MemoryPlan) -> Timeline:
+    """When the coarse operations run, from the boundary to resume."""
+    num_devices = len(life.before_bytes)
+    base, capacity = memory.reversible[PHASES[0]][:num_devices], memory.capacity[:num_devices]
+    if changes_nothing(schedule, life, memory):
+        return schedule_timeline((), base, capacity)
+    ops = coarse_ops(
+        life,
+        memory,
+        mode=schedule.mode,
+        drain_s=drain_s(new, life),
+        transfer_s=schedule.transfer_s,
+        commit_s=_commit_s(new),
+        kind_of_stage={stage.name: stage.kind for stage in new.stages},
+    )
+    return schedule_timeline(ops, base, capacity)
+
+
 def certify(
     *,
     new: Plan,
@@ -47,9 +74,10 @@ def certify(
     schedule: Schedule,
     dag: Dag,
     findings: Sequence[Finding],
+    timeline: Timeline,
     digest: str,
     compile_s: float,
-    staged_bytes: int = 0,
+    staged_bytes: int,
 ) -> Certificate:
     topology = difference.topology
     by_link = dict.fromkeys((INTRA, INTER, HOST, LOCAL), 0)
@@ -59,7 +87,8 @@ def certify(
         if move.link == INTER:
             node_in[topology.node_of_place(move.dst)] += move.num_bytes
     moved = sum(num_bytes for link, num_bytes in by_link.items() if link != LOCAL)
-    nothing = not (schedule.moves or life.ops or memory.state.new.any() or memory.state.old.any())
+    nothing = changes_nothing(schedule, life, memory)
+    drain, commit = (0.0, 0.0) if nothing else (drain_s(new, life), _commit_s(new))
     tight = schedule.mode == "tight"
     peak = memory.reversible_peak if not tight else worst
     if tight:  # engines start before the transfer in either mode
@@ -71,8 +100,6 @@ def certify(
     least_peak = max(int(memory.reversible[phase][space]) for phase in (PHASES[0], PHASES[1]))
     background = max((life.seconds(kind, background=True) for kind in ("engine-start", "spawn")), default=0.0)
     setup = max(life.seconds("engine-start"), life.seconds("spawn")) + life.seconds("build-groups")
-    drain = 0.0 if nothing else drain_s(new, life)
-    commit = 0.0 if nothing else commit_s(len({d for s in new.owners() for d in s.ranks}))
     best = best_of_all(placed.choices, difference.new, len(topology.nodes))
     bound_node_in = max(bound.node_in_bytes, default=0)
     phase = "during the transfer" if tight and int(worst[space]) == int(peak[space]) else memory.peak_phase(space)
@@ -97,7 +124,8 @@ def certify(
         drain_s=drain,
         setup_s=setup,
         commit_s=commit,
-        downtime_s=drain + setup + schedule.transfer_s + commit,
+        downtime_s=timeline.stop_s,
+        bound_downtime_s=timeline.bound_s,
         background_s=background,
         kept_bytes=difference.kept_bytes,
         derived_bytes=difference.derived_bytes,

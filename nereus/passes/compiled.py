@@ -22,6 +22,7 @@ from nereus.passes.lower import StageChange
 from nereus.passes.memory import MemoryPlan
 from nereus.passes.place import Choice
 from nereus.passes.storages import StorageMap
+from nereus.passes.timeline import Timeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,7 @@ class Transition(Exchange):
     dag: Dag
     bound: Bounds
     certificate: Certificate
+    timeline: Timeline
     #: What the user should know although it compiles.
     warnings: tuple[Diagnostic, ...] = ()
     #: Seconds of each pass, in order.

@@ -101,7 +101,7 @@ def build_dag(
         return _reversible_dag(schedule, life, topology, new_bytes, old_bytes)
     build = _Builder()
     num_devices = topology.num_devices
-    ready = _set_up(build, life)
+    ready, _ = _set_up(build, life, groups_first=True)
     last: dict[int, int] = {}  # device -> its last post or release
     open_moves: dict[int, list[int]] = {}  # device -> verifies of its current wave
     verified: list[int] = [-1] * len(schedule.moves)
@@ -182,8 +182,9 @@ def build_dag(
     return _dag(np.array(build.rows, dtype=np.int64), np.array(build.edges, dtype=np.int64), _NO_EDGES)
 
 
-def _set_up(build: _Builder, life: Lifecycle) -> int:
-    """Everything before byte one; the operation at which all participants agree on the digest."""
+def _set_up(build: _Builder, life: Lifecycle, *, groups_first: bool) -> tuple[int, tuple[int, ...]]:
+    """The operation at which all participants agree on the digest, before byte one, and communicators that are set up
+    beside the transfer. In tight mode they come first: should they fail, nothing was released yet."""
     quiesce = build.op(QUIESCE)
     kinds = {"engine-start": ENGINE_START, "spawn": SPAWN, "build-groups": BUILD_GROUPS}
     setup = [
@@ -191,7 +192,9 @@ def _set_up(build: _Builder, life: Lifecycle) -> int:
         for number, op in enumerate(life.ops)
         if op.kind in kinds
     ]
-    return build.op(POST, after=(quiesce, *setup))
+    groups = () if groups_first else tuple(op for op in setup if build.rows[op][0] == BUILD_GROUPS)
+    ready = build.op(POST, after=(quiesce, *(op for op in setup if op not in groups)))
+    return ready, groups
 
 
 def _finish(build: _Builder, life: Lifecycle, commit: int, releases: tuple[int, ...]) -> None:
@@ -208,7 +211,7 @@ def _reversible_dag(
     """Everything is acquired, everything moves, all commit, everything old goes."""
     build = _Builder()
     num_devices = topology.num_devices
-    ready = _set_up(build, life)
+    ready, groups = _set_up(build, life, groups_first=False)
     post_of_space = np.full(len(new_bytes), ready, dtype=np.int64)
     for space in np.flatnonzero(new_bytes).tolist():
         device = space if space < num_devices else -1
@@ -241,7 +244,7 @@ def _reversible_dag(
     chain = np.stack((number_of_verify[relays[:, 0]], number_of_move[relays[:, 1]]), axis=1)
     last = _Builder()
     last.rows = [build.rows[0]] * (first + 2 * count)  # only their number matters
-    commit = last.op(COMMIT, after=tuple(np.unique(post_of_space).tolist()))
+    commit = last.op(COMMIT, after=(*np.unique(post_of_space).tolist(), *groups))
     releases = []
     for space in np.flatnonzero(old_bytes).tolist():
         device = space if space < num_devices else -1

@@ -17,7 +17,7 @@ from nereus.ir.units import MIB
 from nereus.models.memory import check_memory
 from nereus.passes import check as verifier
 from nereus.passes import refusals
-from nereus.passes.certify import certify
+from nereus.passes.certify import certify, stop_timeline
 from nereus.passes.check_storages import check_edges, check_lifetimes
 from nereus.passes.compiled import Transition, transition_digest
 from nereus.passes.dag import build_dag
@@ -103,6 +103,7 @@ def compile_transition(
             check_edges(dag, schedule, topology.num_devices),
         )
     digest = transition_digest(old, new, schedule)
+    timeline = stop_timeline(new, schedule, life, memory)
     certificate = certify(
         new=new,
         difference=difference,
@@ -115,6 +116,7 @@ def compile_transition(
         schedule=schedule,
         dag=dag,
         findings=findings,
+        timeline=timeline,
         digest=digest,
         compile_s=time.perf_counter() - started,
         staged_bytes=sum(
@@ -138,6 +140,7 @@ def compile_transition(
         bound=bound,
         digest=digest,
         certificate=certificate,
+        timeline=timeline,
         warnings=tuple(warnings),
         timings=tuple(instrument.timings),
     )

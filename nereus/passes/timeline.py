@@ -95,6 +95,7 @@ def coarse_ops(
                     after=tuple(after),
                     rank=order.get(kind_of_stage.get(op.stage, ""), 2),
                     background=op.background,
+                    source=op,
                 )
             )
     begin = [n for n, op in enumerate(ops) if not op.background]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nereus.ir.layout import IntArray
+from nereus.passes.lifecycle import LifecycleOp
 
 #: What sets something up on a device, one at a time.
 EXCLUSIVE = ("engine-start", "spawn", "build-groups")
@@ -29,6 +30,7 @@ class CoarseOp:
     after: tuple[int, ...] = ()
     rank: int = 0
     background: bool = False
+    source: LifecycleOp | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

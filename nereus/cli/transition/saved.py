@@ -177,12 +177,21 @@ def lifecycle_document(transition: Transition) -> list[dict[str, Any]]:
             "stage": op.stage,
             "devices": list(op.devices),
             "seconds": op.seconds,
+            "start_s": start,
             "background": op.background,
             "running_bytes": list(op.running_bytes),
             "after_bytes": list(op.after_bytes),
         }
-        for op in transition.life.ops
+        for op, start in zip(transition.life.ops, _starts(transition), strict=True)
     ]
+
+
+def _starts(transition: Transition) -> list[float]:
+    """When each life-cycle operation starts: seconds after the boundary, or (background) after the preparation
+    begins. What ends does so at the commit."""
+    timeline = transition.timeline
+    known = {id(op.source): at for op, at in zip(timeline.ops, timeline.start_s, strict=True) if op.source is not None}
+    return [known.get(id(op), timeline.stop_s) for op in transition.life.ops]
 
 
 def memory_document(transition: Transition) -> dict[str, Any]:

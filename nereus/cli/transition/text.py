@@ -20,6 +20,8 @@ from nereus.passes.lower import MARKS, StageChange
 _LABEL = 16
 #: Classes of GPUs that are shown without ``--detail``.
 _WORST = 3
+#: What is hidden beside something else is named from here on, seconds; and how far from its bound a stop is said to be.
+_BESIDE_S = 0.005
 _MARK_STYLES = {
     "=": "dim",
     ">": "cyan",
@@ -191,7 +193,14 @@ class _Writer:
         )
         parts.append(f"verify, commit {format_seconds(certificate.commit_s)}")
         total = format_seconds(certificate.downtime_s)
+        alone = certificate.drain_s + certificate.setup_s + certificate.transfer_s + certificate.commit_s
+        beside = alone - certificate.downtime_s
+        if beside > _BESIDE_S:
+            parts[-1] += f" - {format_seconds(beside)} beside each other"
         yield self._entry("training stops", f"{glue(total)} = {' + '.join(glue(part) for part in parts)}")
+        if certificate.downtime_s > certificate.bound_downtime_s * (1 + _BESIDE_S):
+            bound = format_seconds(certificate.bound_downtime_s)
+            yield self._entry("", f"no order of these operations is shorter than {bound}")
         if certificate.drain_s:
             yield self._entry(
                 "",
