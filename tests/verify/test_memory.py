@@ -78,7 +78,7 @@ def test_host_memory_is_the_fullest_of_all_interleavings(case: tuple[int, int, l
         key = (process, "actor.train", "weight", number)
         (coming if comes else going)[key] = (num_processes, size)
         (acquire if comes else release)[key] = wave
-    document = SimpleNamespace(acquire=acquire, release=release)
+    document = SimpleNamespace(acquire=acquire, release=release, staged={})
     found: Any = _most_acquired(
         SimpleNamespace(document=document, world=world),  # type: ignore[arg-type]
         SimpleNamespace(coming_keys=coming, going_keys=going),  # type: ignore[arg-type]

@@ -39,10 +39,10 @@ def set_after(value: Json, lists: list[list[int]]) -> None:
 
 
 def direct(value: Json) -> int:
-    """A move across nodes that reads what its source holds."""
-    inter = value["schedule"]["links"].index("inter-node")
-    lists = after(value)
-    return next(i for i, link in enumerate(moves(value)["link"]) if link == inter and not lists[i])
+    """A move across nodes, or at least a link, that reads what its source holds."""
+    names, lists = value["schedule"]["links"], after(value)
+    found = [i for i, link in enumerate(moves(value)["link"]) if names[link] != "local" and not lists[i]]
+    return min(found, key=lambda i: names[moves(value)["link"][i]] != "inter-node")
 
 
 def relay(value: Json) -> int:
@@ -492,7 +492,7 @@ FAULTS: list[tuple[Fault, str, tuple[str, ...]]] = [
     (figure("setup_s", 0.1), "certificate", FIGURED),
     (figure("downtime_s", -0.1), "certificate", FIGURED),
     (figure("background_s", 1), "certificate", FIGURED),
-    (scaled("transfer_s", 0.1), "certificate", FIGURED),
+    (scaled("transfer_s", 0.1), "certificate", ("8b-grows", "overlap")),
     (link_figure, "certificate", FIGURED),
     (no_return_hidden, "certificate", IN_TIGHT_MODE),
     (said_to_be_unsafe, "certificate", TINY),
