@@ -24,7 +24,7 @@ import numpy as np
 
 from nereus.ir.layout import BoolArray, IntArray
 from nereus.passes.commodities import Commodities, FloatArray
-from nereus.passes.flow_merge import Hashes, labels_of, mix
+from nereus.passes.flow_merge import labels_of, mix
 from nereus.passes.flow_prices import Prices
 from nereus.passes.linear_program import LinearProgram
 from nereus.passes.links import Links
@@ -191,41 +191,40 @@ class FlowProgramme:
 
     def _cut_rows(self) -> None:
         """GPUs that want together do not feed each other: into every set T of them goes each byte at least once, from
-        outside the node or from a sender not in T. Written out for T = one of them and T = all but one (all are the
-        entry rows): every T there is up to three GPUs, a relaxation beyond."""
+        outside the node, from host memory, or from a GPU not in T. Written out for T = one of them, T = all but one and
+        T = all: every T there is up to three GPUs, a relaxation beyond."""
         c, demand, terms = self.c, self.c.wanter_demand, self.lp.add_terms
-        rows_of = self.several & ~self.wants_host[demand]
-        own = np.flatnonzero(rows_of)
+        own = np.flatnonzero(self.several)
         label = self.demand_label[demand[own]] + self.place_label[c.wanter_place[own]]
-        begin = np.searchsorted(demand, np.arange(self.num))
-        count = np.bincount(demand, minlength=self.num)
-        sent, entering = np.full(len(demand), -1), np.full(len(demand), -1)
-        sent[self.several] = self.to_gpu.columns[~self.to_gpu.holds]
-        entering[self.ways[0][0]] = self.ways[0][1]
-        # (row, incidence of the same demand) for every row of one wanter
-        size = count[demand[own]]
+        sent = np.full(len(demand), -1)
+        sent[own] = self.to_gpu.columns[~self.to_gpu.holds]
+        taking = [np.full(len(demand), -1), np.full(len(demand), -1)]
+        for column, (incidence, columns) in zip(taking, (self.ways[0], self.ways[2]), strict=True):
+            column[incidence] = columns
+        # Pairs (position in own, GPU incidence of the same demand).
+        gpus = np.bincount(demand[own], minlength=self.num)
+        begin = np.cumsum(gpus) - gpus
+        size = gpus[demand[own]]
         which = np.repeat(np.arange(len(own)), size)
-        other = begin[demand[own]][which] - (np.cumsum(size) - size)[which] + np.arange(len(which))
-        for complement in (True, False):
-            row = self.lp.add_rows(np.ones(len(own)), np.full(len(own), INF), mix(label, 54 + complement))
-            outside = other != own[which]
-            taking, sending = (outside, ~outside) if complement else (~outside, outside)
-            taking &= entering[other] >= 0
-            terms(row[which[taking]], entering[other[taking]], 1.0)
-            terms(row[which[sending]], sent[other[sending]], 1.0)
-            for inner in (self.to_gpu, self.from_host):
-                self._add_holders(row, own, inner)
+        other = own[begin[demand[own]][which] + np.arange(len(which)) - (np.cumsum(size) - size)[which]]
+        same = other == own[which]
+        for kind, inside in enumerate((same, ~same, np.ones(len(same), dtype=bool))):
+            row = self.lp.add_rows(np.ones(len(own)), np.full(len(own), INF), mix(label, 54 + kind))
+            for column in taking:
+                pairs = inside & (column[other] >= 0)
+                terms(row[which[pairs]], column[other[pairs]], 1.0)
+            terms(row[which[~inside]], sent[other[~inside]], 1.0)
+            self._add_holders(row, own)
 
-    def _add_holders(self, row: IntArray, own: IntArray, inner: _Senders) -> None:
-        """What holders of the node send, to the row of each wanter of ``own``."""
-        demand = self.c.wanter_demand[own]
-        place_of = np.argsort(inner.demand[inner.holds], kind="stable")
-        held = inner.demand[inner.holds][place_of]
+    def _add_holders(self, row: IntArray, own: IntArray) -> None:
+        """What GPUs that hold send to GPUs of the node, to the row of each wanter of ``own``."""
+        demand, inner = self.c.wanter_demand[own], self.to_gpu
+        held = inner.demand[inner.holds]  # ascending
         first, last = np.searchsorted(held, demand), np.searchsorted(held, demand, side="right")
         size = last - first
         which = np.repeat(np.arange(len(own)), size)
         at = first[which] - (np.cumsum(size) - size)[which] + np.arange(len(which))
-        self.lp.add_terms(row[which], inner.columns[inner.holds][place_of[at]], 1.0)
+        self.lp.add_terms(row[which], inner.columns[inner.holds][at], 1.0)
 
     def _class_rows(self) -> None:
         c, terms = self.c, self.lp.add_terms

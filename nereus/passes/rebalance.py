@@ -13,6 +13,8 @@ from nereus.passes.commodities import Flow
 from nereus.passes.hops import Hop
 from nereus.passes.links import Links
 
+#: Share of the target by which a port may miss it.
+TOLERANCE = 1e-3
 #: Sweeps over all ports.
 SWEEPS = 4
 
@@ -76,9 +78,9 @@ class _Repair:
         return max(*self.gpu_out, *self.nic_out)
 
     def _over(self, device: int) -> float:
-        """Seconds beyond the target of the device's port or its node's NIC, by 0.1 % at least."""
+        """Seconds beyond the target of the device's port or its node's NIC; 0 where it is hardly any."""
         over = max(self.gpu_out[device], self.nic_out[self.links.node(device)]) - self.target_s
-        return over if over > self.target_s * 1e-3 else 0.0
+        return over if over > self.target_s * TOLERANCE else 0.0
 
     def _move(self, number: int, device: int) -> int:
         """Let another place send the hop, or its end; the number of the hop that moved, or -1."""
@@ -92,7 +94,7 @@ class _Repair:
         wanted = min(self.hi[number] - self.lo[number], -int(-excess // width))
         best, source, parent = 0, -1, -1
         for place, by in self._alternatives(number):
-            room = min(self._room(place, dst) // width, wanted)
+            room = min(self._room(place, number) // width, wanted)
             if room > best:
                 best, source, parent = int(room), place, by
                 if best >= wanted:
@@ -116,14 +118,18 @@ class _Repair:
         self._load(number, 1.0)
         return number
 
-    def _room(self, place: int, dst: int) -> float:
-        """Bytes that ``place`` can send to ``dst`` within the target."""
-        _, out_rate, _, nic_rate = self.links.rates(place, dst)
-        room = float("inf")
-        if out_rate:
-            room = (self.target_s - self.gpu_out[place % self.links.num_devices]) / out_rate
-        if nic_rate:
-            room = min(room, (self.target_s - self.nic_out[self.links.node(place)]) / nic_rate)
+    def _room(self, place: int, number: int) -> float:
+        """Bytes of the hop that ``place`` can send within the target; none through the port that is too busy."""
+        links, src = self.links, self.src[number]
+        _, out_rate, _, nic_rate = links.rates(place, self.dst[number])
+        device, node = place % links.num_devices, links.node(place)
+        if device == src % links.num_devices:
+            return 0.0
+        room = (self.target_s - self.gpu_out[device]) / out_rate if out_rate else float("inf")
+        if nic_rate and node != links.node(src):
+            room = min(room, (self.target_s - self.nic_out[node]) / nic_rate)
+        elif nic_rate and self.nic_out[node] > self.target_s * (1 + TOLERANCE):
+            return 0.0
         return room
 
     def _alternatives(self, number: int) -> list[tuple[int, int]]:

@@ -154,9 +154,10 @@ class _Splitter:
         self.hops: list[Hop] = []
         self.least = 1
         self.position = -1
+        self.beside: list[_Part] = []  # what wanters beside holders have of the flow
 
     def deliver(self, position: int, flow: Flow, quota: _Quota) -> None:
-        self.position = position
+        self.position, self.beside = position, []
         self.least = max(1, self.least_bytes // flow.element_bytes)
         holders, wanters = self._by_node(flow.holders), self._by_node(flow.wanters)
         outside = [node for node in wanters if node not in holders]
@@ -282,8 +283,9 @@ class _Splitter:
             if a >= b:
                 continue
             if sources is None:
-                for x, y, src in self._from_places(flow, quota.out, flow.holders, a, b):
-                    taken.append(self._pass_on(places, x, y, place, self._add(x, y, src, place, -1)))
+                origin = self._origins(flow, a, b)
+                for x, y, src in self._from_places(flow, quota.out, tuple(origin), a, b):
+                    taken.append(self._pass_on(places, x, y, place, self._add(x, y, src, place, origin[src])))
                 continue
             for part in sources:
                 x, y = max(a, part.lo), min(b, part.hi)
@@ -308,6 +310,15 @@ class _Splitter:
             if end - begin >= self.least or end == hi:
                 yield place, begin, end
                 begin = end
+
+    def _origins(self, flow: Flow, lo: int, hi: int) -> dict[int, int]:
+        """Holders, and wanters beside them with the hop that brought ``lo..hi`` there."""
+        origin = dict.fromkeys(flow.holders, -1)
+        for part in self.beside:
+            if part.lo <= lo and hi <= part.hi:
+                for place, hop in part.have.items():
+                    origin.setdefault(place, hop)
+        return origin
 
     def _from_places(
         self, flow: Flow, left: dict[int, float], places: Sequence[int], lo: int, hi: int
@@ -336,7 +347,8 @@ class _Splitter:
         in_host = [p for p in near if p >= self.links.num_devices]
         if in_host:
             for host in hosts:
-                self._add(0, numel, in_host[host % len(in_host)], host, -1)
+                source = in_host[host % len(in_host)]
+                self.beside.append(_Part(0, numel, host, {host: self._add(0, numel, source, host, -1)}))
         else:
             self._scatter(flow, quota, near, hosts, [numel / max(len(hosts), 1)] * len(hosts))
         # Wanters pass on parts as wide as the programme lets them; holders send the rest to all.
@@ -346,7 +358,7 @@ class _Splitter:
         rest = self._scatter(flow, quota, near, gpus, passed)
         for gpu in gpus:
             for a, b, src in self._from_places(flow, quota.inner, near, rest, numel):
-                self._add(a, b, src, gpu, -1)
+                self.beside.append(_Part(a, b, gpu, {gpu: self._add(a, b, src, gpu, -1)}))
 
     def _scatter(
         self, flow: Flow, quota: _Quota, near: Sequence[int], wanters: Sequence[int], widths: Sequence[float]
@@ -359,7 +371,7 @@ class _Splitter:
             end = numel if numel - end < self.least else end
             if end - begin >= min(self.least, numel):
                 for a, b, src in self._from_places(flow, quota.inner, near, begin, end):
-                    self._pass_on(wanters, a, b, place, self._add(a, b, src, place, -1))
+                    self.beside.append(self._pass_on(wanters, a, b, place, self._add(a, b, src, place, -1)))
                 begin = end
         return begin
 
