@@ -529,6 +529,7 @@ def test_planted(plant: Fault, caught_by: str, name: str) -> None:
     assert not found[caught_by].startswith("cannot be judged")
 
 
+@pytest.mark.slow
 def test_the_largest_with_experts() -> None:
     """Faults of a mixture of experts with 18,000 tensors; few, since it is large."""
     assert broken("moe-ep8", document("moe-ep8")) == {}
