@@ -21,6 +21,7 @@ from nereus.passes.compiled import Transition, transition_digest
 from nereus.passes.emit import emit_program
 from nereus.passes.manager import Pipeline
 from nereus.passes.pipeline import compile_transition
+from nereus.passes.stripes import cut_moves
 from nereus.passes.tight import Stuck, tight_schedule
 from nereus.runtime.faults import CANNOT_START, TOO_LARGE, Drill, Fault
 from nereus.runtime.launch import JobFailed, run_here, run_processes
@@ -149,13 +150,15 @@ def squeezed(transition: Transition, pipeline: Pipeline) -> Transition:
     if transition.schedule.mode != "tight":
         return transition
     memory = replace(transition.memory, capacity=transition.memory.tight_bound)
+    window_bytes = transition.schedule.window_bytes
+    routed = pipeline.route.apply(transition.diff)
     schedule = tight_schedule(
         transition.diff,
         transition.storages,
-        pipeline.route.apply(transition.diff),
+        replace(routed, moves=tuple(cut_moves(routed.moves, window_bytes))),
         memory,
         transition.topology,
-        pipeline.schedule.window_bytes,
+        window_bytes,
     )
     if isinstance(schedule, Stuck):  # then as much memory as there is
         return transition

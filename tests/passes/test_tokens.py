@@ -17,7 +17,7 @@ from passes.test_memory_orders import dag_of, most_by_enumeration, small_dags
 from nereus.passes.check import worst_memory
 from nereus.passes.compiled import Transition
 from nereus.passes.dag import Dag
-from nereus.passes.tokens import INITIAL, Short, Tokens, assign_tokens, check_tokens, with_tokens
+from nereus.passes.tokens import INITIAL, Short, Tokens, assign_tokens, check_tokens, most_by_tokens, with_tokens
 
 Parts = tuple[list[int], list[int], list[tuple[int, int]]]
 
@@ -114,6 +114,15 @@ def test_planted_faults(case: tuple[Dag, int], room: int, pick: int) -> None:
         assert check_tokens(replace(safe, edges=safe.edges[~there]), found, free(room, spaces))
 
 
+@examples(80)
+@given(larger_dags())
+def test_what_tokens_prove_is_never_below_the_minimum_cut(case: tuple[Dag, int]) -> None:
+    dag, spaces = case
+    most = most_by_tokens(dag, spaces)
+    for space in range(spaces if most is not None else 0):
+        assert most is not None and most[space] >= worst_memory(dag, space, 0)
+
+
 @examples(60)
 @given(larger_dags(), st.integers(0, 300))
 def test_both_proofs_fail_without_the_edges_that_were_added(case: tuple[Dag, int], room: int) -> None:
@@ -147,3 +156,9 @@ def test_tight_transitions_have_tokens_without_new_edges(host: int) -> None:
     found = assign_tokens(done.dag, room)
     assert isinstance(found, Tokens) and len(found.uses) and not len(found.added)
     assert check_tokens(with_tokens(done.dag, found), found, room) is None
+    # A rank's waves follow each other: what tokens prove is exactly the worst state.
+    most = most_by_tokens(done.dag, len(room))
+    assert most is not None
+    assert [worst_memory(done.dag, space, 0) for space in range(done.topology.num_devices)] == most[
+        : done.topology.num_devices
+    ].tolist()
