@@ -13,6 +13,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 # Processes for tests that do not start processes of their own.
 JOBS ?= 2
+# What to give the soak run: --runs, --timings, --seed.
+SOAK_ARGS ?=
 # Another interpreter for `make test-python`, e.g. PY=python3.13.
 PY ?= python3.12
 # The environment of `make test-frameworks`, and what to give its pytest (a file, -k, ...).
@@ -33,7 +35,7 @@ INSTALL_INPUTS := pyproject.toml Makefile .ci/constraints.txt
 # Each test process is one worker; more threads than cores only slow them all down.
 TEST_ENV := OMP_NUM_THREADS=1
 
-.PHONY: help demo test test-frameworks check bench fmt test-python clean
+.PHONY: help demo test test-frameworks check bench soak fmt test-python clean
 
 help:
 	@echo "make demo             a plan, its variant, the diff, and the change executed on local processes"
@@ -41,6 +43,7 @@ help:
 	@echo "make test-frameworks  tests against megatron-core, vLLM, DeepSpeed and Ray, on CPUs; installs about 4 GB"
 	@echo "make check            lint, formatting, types, import rule, file sizes"
 	@echo "make bench            compile times; transitions against bounds and baselines (BENCH_ARGS=--full: all of them)"
+	@echo "make soak             100,000 random transitions and timings in the simulator (SOAK_ARGS='--runs 2000': fewer)"
 	@echo "make fmt              format the source"
 	@echo "make test-python      the compiler's tests, without torch, on another Python (PY=python3.12)"
 	@echo "make clean            remove .venv and all that was built"
@@ -96,6 +99,9 @@ fmt: $(DEV_STAMP)
 bench: $(RUN_STAMP)
 	$(BIN)/python benchmarks/compile_time.py
 	$(BIN)/python benchmarks/suite.py $(BENCH_ARGS)
+
+soak: $(DEV_STAMP)
+	$(TEST_ENV) $(BIN)/python benchmarks/soak_sim.py $(SOAK_ARGS)
 
 # The core and the test tools, no torch: what a laptop has.
 test-python:

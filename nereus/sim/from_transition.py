@@ -75,7 +75,7 @@ def job_of(transition: Transition, costs: Costs | None = None) -> TransitionJob:
 def expand(transition: Transition) -> tuple[IntArray, IntArray]:
     """(rows ``[n, 3]`` of move, slice, wave; bytes of each)."""
     schedule = transition.schedule
-    slices = np.array(getattr(schedule, "slices", None) or [1] * len(schedule.moves), dtype=np.int64)
+    slices = np.array(schedule.slices, dtype=np.int64)
     move = np.repeat(np.arange(len(slices)), slices)
     part = np.arange(len(move)) - np.repeat(np.cumsum(slices) - slices, slices)
     wave = np.array(schedule.wave, dtype=np.int64)[move] + part
