@@ -48,15 +48,29 @@ class _Rows:
 
     @classmethod
     def gather(cls, parts: Iterable[tuple[int, Intervals]]) -> _Rows:
-        chosen = [(place, region) for place, region in parts if len(region)]
-        if not chosen:
+        """Many moves carry one region: its columns are laid out once and taken from there."""
+        known: dict[int, int] = {}
+        regions: list[Intervals] = []
+        places: list[int] = []
+        number: list[int] = []
+        for place, region in parts:
+            at = known.setdefault(id(region), len(regions))
+            if at == len(regions):
+                regions.append(region)
+            places.append(place)
+            number.append(at)
+        if not regions:
             empty = np.zeros(0, dtype=np.int64)
             return cls(empty, empty, empty, empty)
+        lengths = np.array([len(region.cell) for region in regions], dtype=np.int64)
+        counts = lengths[number]
+        first = (np.cumsum(lengths) - lengths)[number]
+        rows = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
         return cls(
-            np.repeat([place for place, _ in chosen], [len(region) for _, region in chosen]).astype(np.int64),
-            np.concatenate([region.cell for _, region in chosen]),
-            np.concatenate([region.start for _, region in chosen]),
-            np.concatenate([region.stop for _, region in chosen]),
+            np.repeat(np.array(places, dtype=np.int64), counts),
+            np.concatenate([region.cell for region in regions])[rows],
+            np.concatenate([region.start for region in regions])[rows],
+            np.concatenate([region.stop for region in regions])[rows],
         )
 
     def keys(self, num_cells: int, scale: int) -> tuple[IntArray, IntArray]:
@@ -218,8 +232,12 @@ def _later(schedule: Schedule, before: int, after: int) -> bool:
     intervals in equal numbers are the same elements, one by one; otherwise all of the first must be there."""
     wave, slices = schedule.wave, schedule.slices
     first, then = schedule.moves[before].intervals, schedule.moves[after].intervals
-    same = slices[before] == slices[after] and all(
-        np.array_equal(a, b) for a, b in ((first.cell, then.cell), (first.start, then.start), (first.stop, then.stop))
+    same = slices[before] == slices[after] and (
+        first is then
+        or all(
+            np.array_equal(a, b)
+            for a, b in ((first.cell, then.cell), (first.start, then.start), (first.stop, then.stop))
+        )
     )
     return wave[after] > wave[before] + (0 if same else slices[before] - 1)
 

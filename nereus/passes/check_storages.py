@@ -170,10 +170,11 @@ class _Predecessors:
     def closure(self, op: int) -> BoolArray:
         """Mask of everything that must have finished when ``op`` starts."""
         reached = np.zeros(self.num_ops, dtype=bool)
-        stack = [op]
-        while stack:
-            for source in self.direct(stack.pop()):
-                if not reached[source]:
-                    reached[source] = True
-                    stack.append(source)
+        newest = np.array([op], dtype=np.int64)
+        while len(newest):
+            counts = self.bounds[newest + 1] - self.bounds[newest]
+            at = np.repeat(self.bounds[newest] - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
+            sources = np.unique(self.sources[at])
+            newest = sources[~reached[sources]]
+            reached[newest] = True
         return reached

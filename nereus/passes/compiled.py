@@ -104,9 +104,12 @@ def schedule_digest(digest: hashlib._Hash, schedule: Schedule) -> str:
         for m, wave, slices in zip(schedule.moves, schedule.wave, schedule.slices, strict=True)
     ]
     digest.update(np.array(head, dtype=np.int64).tobytes())
+    known: dict[int, bytes] = {}  # many moves carry one region
     for move in schedule.moves:
-        for column in (move.intervals.cell, move.intervals.start, move.intervals.stop):
-            digest.update(np.ascontiguousarray(column).tobytes())
+        region = move.intervals
+        if id(region) not in known:
+            known[id(region)] = b"".join(column.tobytes() for column in (region.cell, region.start, region.stop))
+        digest.update(known[id(region)])
     for key, wave in sorted((*schedule.acquire.items(), *schedule.release.items())):
         digest.update(repr((key, wave)).encode())
     for key, waves in sorted(schedule.staged.items()):

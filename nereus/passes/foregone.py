@@ -81,24 +81,37 @@ def _cost(
     make them."""
     node_in = np.zeros(len(topology.nodes), dtype=np.int64)
     moved = 0
-    near: dict[tuple[int, int], tuple[frozenset[int], frozenset[int]]] = {}  # (class, node): lack, hold
+    num_devices, node_of = topology.num_devices, [*topology.node_of.tolist()] * 2  # GPU places, then host places
+    near: dict[int, dict[int, tuple[set[int], set[int]]]] = {}
     makers: dict[tuple[int, int], set[int]] = {}  # (row, node): places that could make it
     for place, own in small.items():
-        node = topology.node_of_place(place)
+        node = node_of[place]
         for row in own.tolist():
             makers.setdefault((row, node), set()).add(place)
     for (row, node), able in makers.items():
         cls, size = int(table.cls[row]), int(sizes[row])
-        if (cls, node) not in near:
-            held = frozenset(p for p in holders[cls] if topology.node_of_place(p) == node)
-            asked = frozenset(p for p in wanters[cls] if topology.node_of_place(p) == node)
-            near[cls, node] = (asked - held, held)
-        lack, held = near[cls, node]
-        on_gpus = {p for p in lack if not topology.is_host(p)}
+        if cls not in near:
+            near[cls] = _by_node(wanters[cls], holders[cls], node_of)
+        lack, held = near[cls][node]
+        on_gpus = {p for p in lack if p < num_devices}
         in_host = lack - on_gpus
         moved += size * len(on_gpus & able)
-        if in_host and in_host <= able and not any(topology.is_host(p) for p in held):
+        if in_host and in_host <= able and not any(p >= num_devices for p in held):
             moved += size
         if lack and lack <= able and not held:
             node_in[node] += size
     return Foregone(moved_bytes=moved, node_in_bytes=node_in)
+
+
+def _by_node(
+    wanters: tuple[int, ...], holders: tuple[int, ...], node_of: list[int]
+) -> dict[int, tuple[set[int], set[int]]]:
+    """Node -> (places that want and lack, places that hold) of one class."""
+    result: dict[int, tuple[set[int], set[int]]] = {}
+    for place in holders:
+        result.setdefault(node_of[place], (set(), set()))[1].add(place)
+    for place in wanters:
+        lack, held = result.setdefault(node_of[place], (set(), set()))
+        if place not in held:
+            lack.add(place)
+    return result

@@ -9,7 +9,7 @@ the placement.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from nereus.ir.intervals import Intervals
@@ -18,23 +18,11 @@ from nereus.ir.units import MIB
 from nereus.passes.bound import Bounds, bounds
 from nereus.passes.class_order import ClassOrder, class_order
 from nereus.passes.diff import Demand, Diff
+from nereus.passes.diff_flows import DiffFlows
+from nereus.passes.hops import Hop
 from nereus.passes.links import Links
-from nereus.passes.relays import Relays, Taken
+from nereus.passes.relays import Ports, Relays, Taken
 from nereus.passes.stripes import Stripe, to_moves
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ports:
-    """Seconds that the moves so far keep each port busy."""
-
-    gpu_out: list[float]
-    gpu_in: list[float]
-    nic_out: list[float]
-    nic_in: list[float]
-
-    @property
-    def busiest_s(self) -> float:
-        return max((max(p, default=0.0) for p in (self.gpu_out, self.gpu_in, self.nic_out, self.nic_in)), default=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,20 +47,44 @@ class Route:
 
     def apply(self, diff: Diff) -> Routed:
         routed = _Router(self, diff).run()
-        least = routed.bound.transfer_s
-        if self.flow_bound and routed.ports.busiest_s > least * (1 + self.flow_bound / 100):
-            # Linear programming takes longer to import than most plans to compile, and few need it.
-            from nereus.passes.flow_bound import diff_flow_bound
+        near = 1 + self.flow_bound / 100
+        if not self.flow_bound or routed.ports.busiest_s <= routed.bound.transfer_s * near:
+            return routed
+        # Linear programming takes longer to import than most plans to compile, and few need it.
+        from nereus.passes.flow_bound import diff_flow_bound
+        from nereus.passes.split_flows import split_diff
 
-            flow = diff_flow_bound(diff, routed.links)
-            if flow.transfer_s > least:
-                bound = replace(routed.bound, transfer_s=flow.transfer_s, limited_by=flow.limited_by)
-                return replace(routed, bound=bound)
-        return routed
+        flow = diff_flow_bound(diff, routed.links)
+        bound = routed.bound
+        if flow.transfer_s > bound.transfer_s:
+            bound = replace(bound, transfer_s=flow.transfer_s, limited_by=flow.limited_by)
+        if routed.ports.busiest_s > bound.transfer_s * near and diff.topology.num_devices <= MAX_SPLIT_DEVICES:
+            flows, hops = split_diff(diff, routed.links, least_bytes=self.min_stripe_bytes)
+            other = _Router(self, diff).follow(flows, hops)
+            if _expected_s(other) < _expected_s(routed):
+                routed = other
+        return replace(routed, bound=bound)
 
 
+#: Up to so many GPUs the flow programme's own shares are tried where the router does not come near the bound.
+MAX_SPLIT_DEVICES = 256
+#: Waves into which a transfer is cut about: what a sending more costs.
+_WAVES = 64
 #: A relay is taken for a holder where its port is less loaded by more than the target / this, per sending more.
 _DEPTH_COSTS = 4
+
+
+def _expected_s(routed: Routed) -> float:
+    depth = max(relay_depths(routed.moves), default=0)
+    return routed.ports.busiest_s * (1 + depth / _WAVES)
+
+
+def relay_depths(moves: Sequence[Move]) -> list[int]:
+    """How many moves, itself included, bring a move's bytes from their holder."""
+    depth: list[int] = []
+    for move in moves:
+        depth.append(1 + max((depth[before] for before in move.after), default=0))
+    return depth
 
 
 class _Router:
@@ -92,9 +104,21 @@ class _Router:
         self.relays: dict[int, Relays] = {}  # by region (a class)
         self.holders_by_node: dict[tuple[int, int], dict[int, list[int]]] = {}
 
+    def follow(self, found: DiffFlows, hops: Sequence[Hop]) -> Routed:
+        """What the flow programme decided."""
+        for table, rows in zip(found.tables, found.intervals, strict=True):
+            of = self.diff.tables[table]
+            self.regions.append(Intervals(of.cell[rows], of.start[rows], of.stop[rows]))
+        for hop in hops:
+            self._add(hop.src, hop.dst, found.tables[hop.atom], hop.atom, hop.lo, hop.hi, hop.parent)
+        return self._routed()
+
     def run(self) -> Routed:
         for demand in self._order():
             self._route(demand)
+        return self._routed()
+
+    def _routed(self) -> Routed:
         moves = to_moves(self.stripes, self.regions, self.widths)
         return Routed(
             moves=tuple(moves),
@@ -219,10 +243,11 @@ class _Router:
         would keep one of them busy beyond the target."""
         if len(wanters) <= len(inside) or num_bytes < self.options.min_stripe_bytes * len(wanters):
             return False
-        if any(place >= self.num_devices for place in (*inside, *wanters)):
+        if any(place >= self.num_devices for place in wanters):
             return False
-        seconds = num_bytes * self.links.intra[demand.node] * -(-len(wanters) // len(inside))
-        return min(self.ports.gpu_out[p] for p in inside) + seconds > self.target_s
+        each_s = max(self.links.rates(place, wanters[0])[1] for place in inside)
+        seconds = num_bytes * each_s * -(-len(wanters) // len(inside))
+        return min(self._out_load(place) for place in inside) + seconds > self.target_s
 
     def _fill(self, places: list[int], wanter: int, table: int, lo: int, hi: int) -> Iterable[tuple[int, int, int]]:
         """(lo, hi, source): from the nearest holder in the wanter's node; what would keep it busy beyond the target
@@ -273,7 +298,7 @@ class _Router:
     ) -> tuple[int, int, int, int]:
         """(place, how far it sends, stripe that it relays or -1, depth) for the elements from ``lo``."""
         width, nic, pcie = self.widths[demand.table], self.links.nic, self.links.pcie
-        busy, out = self.ports.nic_out, self.ports.gpu_out
+        busy = self.ports.nic_out
         least = min(least, hi - lo)
         node = min(holders, key=busy.__getitem__)
         places = holders[node]
@@ -289,8 +314,7 @@ class _Router:
             best: tuple[float, int, int, int, int] | None = None
             if room >= least:
                 best = (load, place, hi if hi - lo - room < least else lo + room, -1, 1)
-            for part in relays.open_at(lo, self._is_full, target) if relays is not None else ():
-                load = max(busy[part.node], out[part.place % self.num_devices])
+            for load, part in relays.open_at(lo, self.ports, target) if relays is not None else ():
                 cost = load + part.depth * deeper_s
                 if part.node == demand.node or (best is not None and cost >= best[0]):
                     continue
@@ -303,9 +327,6 @@ class _Router:
                 return best[1:]
             # No port ends in time: all of them must last longer.
             self.target_s *= 1.02
-
-    def _is_full(self, part: Taken) -> bool:
-        return max(self.ports.nic_out[part.node], self._out_load(part.place)) >= self.target_s
 
     def _out_load(self, place: int) -> float:
         return self.ports.gpu_out[place % self.num_devices]

@@ -20,7 +20,7 @@ from nereus.ir.schedule import MoveColumns, Schedule, expand_slices, posted_byte
 from nereus.ir.transition import Move
 from nereus.ir.units import KIB, MIB
 from nereus.passes.links import HOST_COPY_BYTES_PER_S, MESSAGE_S, Links
-from nereus.passes.route import Routed
+from nereus.passes.route import Routed, relay_depths
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -81,14 +81,6 @@ class WaveSchedule:
             np.add.at(load, (ends % routed.links.num_devices)[crossing], columns.num_bytes[crossing])
             heaviest = max(heaviest, int(load.max(initial=0)))
         return max(1, min(int(best), self.max_waves), -(-heaviest // self.window_bytes))
-
-
-def relay_depths(moves: Sequence[Move]) -> list[int]:
-    """How many moves, itself included, bring a move's bytes from their holder."""
-    depth: list[int] = []
-    for move in moves:
-        depth.append(1 + max((depth[before] for before in move.after), default=0))
-    return depth
 
 
 def slice_moves(
