@@ -84,7 +84,7 @@ def lifecycle(old: Plan, new: Plan, topology: Topology) -> Lifecycle:
     busiest = _steady_need(old, topology)
     ops: list[LifecycleOp] = []
     for stage in new.owners():
-        if _is_engine(stage):
+        if is_engine(stage):
             ops += _engine_ops(old, new, stage, topology, index, busiest)
         else:
             ops += _process_ops(old, stage, topology, index, busiest)
@@ -108,14 +108,14 @@ def lifecycle(old: Plan, new: Plan, topology: Topology) -> Lifecycle:
     return Lifecycle(ops=tuple(ops), before_bytes=tuple(before), after_bytes=tuple(after))
 
 
-def _is_engine(stage: Stage) -> bool:
+def is_engine(stage: Stage) -> bool:
     return stage.kind == "generate" or stage.engine is not None
 
 
 def _staying_engines(old: Plan, new: Plan, before: Stage) -> set[Device]:
     """Devices of the old engine replicas that the new plan leaves as they are."""
     after = new.find_stage(before.name)
-    if after is None or after.with_ is not None or not _same_engine(old, new, before, after):
+    if after is None or after.with_ is not None or not same_engine(old, new, before, after):
         return set()
     kept = set(engine_replicas(before)) & set(engine_replicas(after))
     return {device for replica in kept for device in replica}
@@ -149,7 +149,7 @@ def engine_replicas(stage: Stage) -> tuple[tuple[Device, ...], ...]:
     return tuple(tuple(d for _, d in sorted(replicas[i], key=lambda e: e[0])) for i in sorted(replicas))
 
 
-def _same_engine(old: Plan, new: Plan, before: Stage, after: Stage) -> bool:
+def same_engine(old: Plan, new: Plan, before: Stage, after: Stage) -> bool:
     """Whether replicas of the two stages that lie on the same devices are the same running engine."""
     keys = ("tp", "pp", "ep", "engine", "kv_cache_bytes", "mem_fraction", "pp_split")
     same_model = old.model(before.model).arch == new.model(after.model).arch
@@ -161,7 +161,7 @@ def _engine_ops(
 ) -> list[LifecycleOp]:
     before = old.find_stage(stage.name)
     alive: set[tuple[Device, ...]] = set()
-    if before is not None and before.with_ is None and _same_engine(old, new, before, stage):
+    if before is not None and before.with_ is None and same_engine(old, new, before, stage):
         alive = set(engine_replicas(before))
     needed = engine_running_bytes if stage.kind == "generate" else resident_state_bytes
     running = dict(zip(stage.ranks, needed(new, stage), strict=True))

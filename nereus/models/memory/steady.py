@@ -42,7 +42,7 @@ DEFAULT_ENGINE_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
+class Place:
     """A class of GPUs: the pipeline coordinate of each owner that has a process there, and what kind of GPU it is."""
 
     coordinates: tuple[tuple[str, int], ...]  # (owner, pp index)
@@ -63,7 +63,7 @@ def steady_state(plan: Plan) -> MemoryReport:
         for place, devices in classes.items():
             index = dict(place.coordinates).get(owner)
             if index is not None:
-                parts = _parts(plan, all_copies, stage, owner, place, index)
+                parts = place_parts(plan, all_copies, stage, owner, place, index)
                 of_stage.append(
                     MemoryRow(
                         stage=stage.name,
@@ -116,24 +116,24 @@ def kv_cache_bytes(plan: Plan, copy: Copy, stage: Stage, index: int, mem_bytes: 
     return max(0, int(share * mem_bytes) - weights - workspace - CONTEXT_BYTES - COMMUNICATOR_BYTES)
 
 
-def _device_classes(plan: Plan) -> Mapping[_Place, list[Device]]:
+def _device_classes(plan: Plan) -> Mapping[Place, list[Device]]:
     """GPUs that hold some process, grouped; groups and their members in cluster order."""
     held: dict[Device, list[tuple[str, int]]] = {}
     for owner in plan.owners():
         for device, index in zip(owner.ranks, pipeline_index_of_ranks(owner), strict=True):
             held.setdefault(device, []).append((owner.name, index))
-    classes: dict[_Place, list[Device]] = {}
+    classes: dict[Place, list[Device]] = {}
     for node in plan.cluster.nodes:
         mem_bytes, capacity_bytes = mem_bytes_of(node), node.gpu.capacity_bytes
         for device in node.devices:
             if device in held:
-                place = _Place(coordinates=tuple(held[device]), mem_bytes=mem_bytes, capacity_bytes=capacity_bytes)
+                place = Place(coordinates=tuple(held[device]), mem_bytes=mem_bytes, capacity_bytes=capacity_bytes)
                 classes.setdefault(place, []).append(device)
     return classes
 
 
-def _parts(
-    plan: Plan, all_copies: tuple[Copy, ...], stage: Stage, owner: str, place: _Place, index: int
+def place_parts(
+    plan: Plan, all_copies: tuple[Copy, ...], stage: Stage, owner: str, place: Place, index: int
 ) -> tuple[Part, ...]:
     running = _copy_of(all_copies, owner, stage)
     parts = [*_running_parts(plan, running, stage, index, place.mem_bytes)]

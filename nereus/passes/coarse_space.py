@@ -1,0 +1,73 @@
+"""coarse: the devices and nodes of two plans under common numbers, and the rates of their ports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from nereus.ir.layout import IntArray
+from nereus.passes.coarse_grid import FloatArray
+from nereus.passes.coarse_side import Side, Where
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Space:
+    """Nodes of the new cluster, as listed. What the old plan has elsewhere is lost: number -1."""
+
+    num_devices: int
+    names: tuple[str, ...]
+    node_of: IntArray  # per device
+    first: IntArray  # first device of every node
+    gpus: IntArray
+    old_node: IntArray  # number here of every node of the old plan
+    capacity: IntArray  # per device
+    #: Seconds per byte: into a GPU by the best link, by its host link; through a node's NICs.
+    gpu_s: FloatArray  # per device
+    pcie_s: FloatArray  # per device
+    nic_s: FloatArray  # per node
+
+    def nodes(self, side: Side, where: Where) -> IntArray:
+        return self.old_node[where.node] if side.node_names != self.names else where.node
+
+    def devices(self, side: Side, where: Where) -> IntArray:
+        """Device of every rank, -1 where it is lost."""
+        node = self.nodes(side, where)
+        found: IntArray = self.first[node] + where.gpu
+        lost = (node < 0) | (where.gpu >= self.gpus[node])
+        return np.where(lost, -1, found)
+
+    def all_devices(self, side: Side) -> IntArray:
+        """Number here of every device of ``side``."""
+        node = np.repeat(np.arange(len(side.node_gpus)), side.node_gpus)
+        gpu = np.arange(len(node)) - np.repeat(np.cumsum(side.node_gpus) - side.node_gpus, side.node_gpus)
+        return self.devices(side, Where(node, gpu))
+
+
+def space_of(old: Side, new: Side) -> Space:
+    nodes = new.plan.cluster.nodes
+    number = {name: i for i, name in enumerate(new.node_names)}
+    gpus = new.node_gpus
+    first = new.first_device
+    rates: dict[int, tuple[int, float, float]] = {}
+    rows = []
+    for node in nodes:
+        gpu = node.gpu
+        if id(gpu) not in rates:
+            inside = min(gpu.intra_bytes_per_s, gpu.intra_peer_bytes_per_s)
+            rates[id(gpu)] = (gpu.capacity_bytes, 1.0 / max(inside, gpu.pcie_bytes_per_s), 1.0 / gpu.pcie_bytes_per_s)
+        rows.append((*rates[id(gpu)], 1.0 / node.nic_bytes_per_s))
+    table = np.array(rows)
+    node_of = np.repeat(np.arange(len(nodes)), gpus)
+    return Space(
+        num_devices=int(gpus.sum()),
+        names=new.node_names,
+        node_of=node_of,
+        first=first,
+        gpus=gpus,
+        old_node=np.array([number.get(name, -1) for name in old.node_names], dtype=np.int64),
+        capacity=table[node_of, 0].astype(np.int64),
+        gpu_s=table[node_of, 1],
+        pcie_s=table[node_of, 2],
+        nic_s=table[:, 3],
+    )
