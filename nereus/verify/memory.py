@@ -68,7 +68,9 @@ def memory_use(case: Case, storages: Storages) -> Use:
         TRANSFER: transfer + (_most_acquired(case, storages) if document.mode == "tight" else new),
         COMMIT: kept + new + spaces(promise.after),
     }
-    capacity = np.concatenate((promise.capacity, ints([promise.hosts.get(node.name, 0) for node in world.nodes])))
+    capacity = np.concatenate(
+        (promise.capacity, ints([promise.hosts.get(node.name, node.host_mem_bytes) for node in world.nodes]))
+    )
     return Use(phases=phases, capacity=capacity, setup=boundary + spaces(started + extra))
 
 
