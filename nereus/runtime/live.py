@@ -199,6 +199,8 @@ def move_here(
 ) -> ExecutionReport:
     """The same with all participants in this process: ``old[p]`` and ``new[p]`` are those of participant p. Raises
     BindError too, of any participant."""
+    if len(old) != len(new) or not old:
+        raise MoveError(f"{len(old)} old and {len(new)} new: every participant has an entry in both, None for nothing")
     _check([a for a in old if a], [b for b in new if b])
     offers = [
         Offer("here", a.state if a else None, b.state if b else None, tuple(drop), check_replicas)

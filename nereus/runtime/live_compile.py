@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nereus.ir.cluster import Cluster, Device, GpuType, Node
 from nereus.ir.described import DescribedLayout, DescriptionError, describe_layout
-from nereus.ir.fragment import RankState
+from nereus.ir.fragment import Fragment, RankState
 from nereus.ir.holdings import Holdings, StateSet, Topology, join_clusters
 from nereus.ir.layout import BoundLayout
 from nereus.ir.plan import Slot
 from nereus.ir.program import Program
-from nereus.ir.tensor import LogicalTensor
+from nereus.ir.tensor import LogicalTensor, matrix_shape
 from nereus.models.hardware import gpu_type
 from nereus.passes.emit import emit_program
 from nereus.passes.exchange import ExchangeError, compile_exchange
 from nereus.passes.replicas import Region, replicated_regions
+from nereus.runtime.leftover import Box, boxes, outside
 
 #: Rates decide who sends what, by their ratios alone; this data sheet stands for any machine with fast links inside
 #: nodes until the plan's own cluster is given.
@@ -73,7 +74,7 @@ def _compile(offers: Sequence[Offer], tensors: tuple[LogicalTensor, ...], model:
     if not old.sets:
         raise DescriptionError("no process holds anything")
     exchange = compile_exchange(old, new, topology, origin=repr([(o.old, o.new) for o in offers]).encode())
-    dropped = _dropped(offers)
+    dropped = _dropped(offers, tensors)
     check = all(o.check_replicas for o in offers)
     index = topology.index()
     for device in devices:
@@ -82,27 +83,64 @@ def _compile(offers: Sequence[Offer], tensors: tuple[LogicalTensor, ...], model:
         yield Part(emit_program(exchange, number), devices, shared, dropped)
 
 
-def _dropped(offers: Sequence[Offer]) -> tuple[tuple[str, int], ...]:
-    """(slot, how many tensors have it and nobody wants it there). MoveError for those that nobody said to drop."""
-    held, wanted = (
-        {(f.slot, f.tensor) for o in offers if (state := getattr(o, side)) is not None for f in state.fragments}
-        for side in ("old", "new")
-    )
+def _dropped(offers: Sequence[Offer], tensors: Sequence[LogicalTensor]) -> tuple[tuple[str, int], ...]:
+    """(slot, how many tensors have elements of it that nobody wants). MoveError for those that nobody said to drop,
+    and for parts of a tensor that nobody describes at all."""
+    held, wanted = (_covered([state for o in offers if (state := getattr(o, side)) is not None]) for side in _SIDES)
+    shapes = {tensor.name: matrix_shape(tensor.shape) for tensor in tensors}
     said = {slot for o in offers for slot in o.drop}
-    missing: dict[str, list[str]] = {}
-    for slot, tensor in sorted(held - wanted):
-        if slot != "weight" or ("master", tensor) not in wanted:  # the new objects make that weight from its master
-            missing.setdefault(slot, []).append(tensor)
-    silent = {slot: names for slot, names in missing.items() if slot not in said and ALL not in said}
+    gone: dict[str, list[str]] = {}
+    parts: dict[str, list[str]] = {}
+    nowhere: dict[str, list[str]] = {}
+    for slot, tensor in sorted(held.keys() | wanted.keys()):
+        mine, theirs = held.get((slot, tensor), set()), wanted.get((slot, tensor), set())
+        if slot == "weight" and ("master", tensor) in wanted:  # the new objects make that weight from its master
+            continue
+        num, where = outside(mine, theirs)
+        if num and not theirs:
+            gone.setdefault(slot, []).append(tensor)
+        elif num:
+            parts.setdefault(slot, []).append(f"{tensor} ({num:,} elements: {where})")
+        elif tensor in shapes:  # an unknown one is named where layouts are described
+            rows, cols = shapes[tensor]
+            num, where = outside({(0, rows, 0, cols)}, theirs)
+            if num:
+                nowhere.setdefault(slot, []).append(f"{tensor} ({num:,} of {rows * cols:,} elements: {where})")
+    silent = {slot: names for slot, names in gone.items() if not said & {slot, ALL}}
     if silent:
-        texts = [
-            f"{slot} of {names[0]}" + f" and {len(names) - 1} more" * (len(names) > 1) for slot, names in silent.items()
-        ]
         raise MoveError(
-            f"held by the old objects and wanted by none of the new: {'; '.join(texts)}. A new optimizer has its slots "
+            f"held by the old objects and wanted by none of the new: {_listed(silent)}. A new optimizer has its slots "
             f"after prepare(); to leave them behind pass drop={tuple(silent)}"
         )
-    return tuple((slot, len(names)) for slot, names in missing.items())
+    for found, what in ((parts, "held by the old objects and wanted by none of the new"), (nowhere, _NOWHERE)):
+        silent = {slot: names for slot, names in found.items() if not said & {slot, ALL}}
+        if silent:
+            raise MoveError(
+                f"{what}: parts of {_listed(silent)}. The naming leaves them out, a process that wants them takes no "
+                f"part, or the list of tensors is another model's; to leave them behind pass drop={tuple(silent)}"
+            )
+    return tuple((slot, len(gone.get(slot, ())) + len(parts.get(slot, ()))) for slot in sorted({**gone, **parts}))
+
+
+_SIDES = ("old", "new")
+_NOWHERE = "in the model, and in no description of old or new objects"
+
+
+def _listed(found: Mapping[str, Sequence[str]]) -> str:
+    texts = (
+        f"{slot} of {names[0]}" + f" and {len(names) - 1} more" * (len(names) > 1) for slot, names in found.items()
+    )
+    return "; ".join(texts)
+
+
+def _covered(states: Sequence[RankState]) -> dict[tuple[str, str], set[Box]]:
+    """(slot, tensor) -> what of it is described."""
+    fragments: dict[tuple[str, str], dict[tuple[int, ...], Fragment]] = {}
+    for state in states:
+        for f in state.fragments:  # most processes hold the same parts as others
+            key = (f.row_lo, f.row_hi, f.col_lo, f.col_hi, f.start, f.stop)
+            fragments.setdefault((f.slot, f.tensor), {})[key] = f
+    return {key: boxes(parts.values()) for key, parts in fragments.items()}
 
 
 def _devices(offers: Sequence[Offer]) -> tuple[Device, ...]:
