@@ -13,7 +13,7 @@ from nereus.sim.baselines import BASELINES, build_problem, job_of
 from nereus.sim.engine import simulate
 
 
-@examples(60)
+@examples(40)
 @given(pairs())
 def test_every_wanted_byte_arrives(pair: tuple[Plan, Plan]) -> None:
     problem = build_problem(*pair)
@@ -27,7 +27,7 @@ def test_every_wanted_byte_arrives(pair: tuple[Plan, Plan]) -> None:
         assert answer.moved_bytes >= bound_bytes(answer), baseline.name
 
 
-@examples(30)
+@examples(20)
 @given(pairs())
 def test_the_simulator_runs_every_answer_and_agrees_on_memory(pair: tuple[Plan, Plan]) -> None:
     problem = build_problem(*pair)

@@ -156,6 +156,19 @@ def test_primitives_know_no_sharded_optimizer_state() -> None:
     assert "does not fit" in answer.cannot
 
 
+def test_host_memory_of_a_node_adds_up_over_steps_on_its_other_gpus() -> None:
+    """Two replicas split at once on one node: neither waits for the other to free its part of the host's memory."""
+    on = cluster(4)
+    state = tuple(replace(s, host=s.name != "weight") for s in stage(ACTOR, "train", on.devices).slots)
+    old, new = (trainer(on, tp=tp, slots=state) for tp in (2, 1))
+    answer = solve("primitives", old, new)
+    assert answer.fails is None
+    outcome = simulate(job_of(answer))
+    assert (outcome.peak_bytes <= answer.peak_bytes).all()
+    size = answer.problem.set_bytes("actor.train")
+    assert answer.peak_bytes[4] == (size.old + size.new + 2 * size.kept)[4]
+
+
 def test_sleep_and_wake_switch_whole_hybrid_replicas_only() -> None:
     on = cluster(4)
     train = stage(ACTOR, "train", on.devices)

@@ -89,17 +89,20 @@ class Answer:
 
     @cached_property
     def peak_bytes(self) -> IntArray:
-        """Most that each memory space can hold on any timing: chains that do not wait for each other add up."""
+        """Most that each memory space can hold on any timing: chains that do not wait for each other add up, and so
+        do steps on other GPUs of a node in its host memory."""
         peak = self.base_bytes.copy()
         for chain in sorted({step.chain for step in self.steps}):
+            steps = [step for step in self.steps if step.chain == chain]
+            in_turns = len({step.devices for step in steps}) == 1
             now = np.zeros_like(peak)
             high = np.zeros_like(peak)
-            for step in self.steps:
-                if step.chain == chain:
-                    for space, num_bytes in step.acquired.items():
-                        now[space] += num_bytes
-                        high[space] = max(high[space], now[space])
-                    for space, num_bytes in step.released.items():
+            for step in steps:
+                for space, num_bytes in step.acquired.items():
+                    now[space] += num_bytes
+                    high[space] = max(high[space], now[space])
+                for space, num_bytes in step.released.items():
+                    if in_turns or space < self.problem.num_devices:
                         now[space] -= num_bytes
             peak += high
         return peak

@@ -28,7 +28,7 @@ from nereus.ir.layout import IntArray
 from nereus.models.memory import check_memory
 from nereus.passes.atoms import AtomTable
 from nereus.sim.baselines.answer import Answer, Step, Transfer, positive, refusal
-from nereus.sim.baselines.direct import lacks
+from nereus.sim.baselines.direct import lacks, lost
 from nereus.sim.baselines.problem import Problem, build_problem, plan_layout, with_places
 from nereus.sim.baselines.units import (
     Content,
@@ -87,6 +87,9 @@ class Primitives:
                 if errors:
                     return refusal(self.name, problem, f"with whole optimizer states {errors[0].headline}")
             problem = build_problem(*sides)
+        gone = lost(problem)
+        if gone is not None:
+            return refusal(self.name, problem, gone)
         try:
             lowered = {stage: _lower(problem, stage) for stage in problem.changed()}
         except _OutOfScope as reason:
