@@ -19,7 +19,7 @@ from pathlib import Path
 
 from measure import Refused, Row, measure
 from random_plans import random_transitions
-from real_configs import real_configs
+from real_configs import huge, real_configs
 from tables import render_text, summary, write_document
 from transitions import Case, paper, plans, table
 
@@ -50,7 +50,7 @@ def cases() -> list[Case]:
 
 def chosen(args: argparse.Namespace) -> list[Case]:
     if args.only:
-        return [case for case in cases() if any(word in case.name for word in args.only)]
+        return [case for case in (*cases(), *huge()) if any(word in case.name for word in args.only)]
     if args.full:
         return [case for case in cases() if case.num_gpus <= args.most_gpus]
     return [case for case in cases() if case.name in SMALL]
