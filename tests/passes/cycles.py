@@ -65,7 +65,10 @@ class Case:
 
     @classmethod
     def of(cls, pair: tuple[Plan, Plan], options: Pipeline) -> Case:
-        transition = compile_transition(*pair, options)
+        return cls.from_transition(compile_transition(*pair, options), options)
+
+    @classmethod
+    def from_transition(cls, transition: Transition, options: Pipeline) -> Case:
         routed, window = options.route.apply(transition.diff), options.schedule.window_bytes
         routed = replace(routed, moves=tuple(cut_moves(routed.moves, window)))
         staging = window_staging(routed, window)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
+from passes.cycles import Case, check_tight
 from passes.execute import check_transition, compile_or_confirm, pipeline
 from passes.plans import pairs
 from passes.profiles import examples
 
 from nereus.ir.diagnostic import DiagnosticError
 from nereus.ir.plan import Plan
+from nereus.passes.compiled import Transition
 from nereus.passes.manager import Pipeline
 from nereus.passes.pipeline import compile_transition
 
@@ -61,3 +64,25 @@ def test_tight_mode_where_asked_for(pair: tuple[Plan, Plan], options: Pipeline, 
     assume(transition is not None)
     assert transition is not None
     check_transition(transition, seed)
+
+
+@examples(15)
+@given(pairs(), st.integers(0, 999))
+def test_the_bound_is_enough(pair: tuple[Plan, Plan], seed: int) -> None:
+    """Within max(before, after), staging and the largest storage everything gets through, and hardly ever by way of
+    host memory; with no spare at all, by way of host memory."""
+    options = pipeline(400, 40, 4000)
+    roomy = compile_or_confirm(*pair, options)
+    assume(roomy is not None)
+    assert roomy is not None
+    case = Case.from_transition(roomy, options)
+    count, state = roomy.topology.num_devices, case.memory.state
+    bound = case.memory.tight_bound.copy()
+    bound[count:] = case.memory.tight_base[count:] + state.new[count:] + state.old.sum()
+    none = bound.copy()
+    none[:count] = case.memory.tight_base[:count] + np.maximum(state.new - state.old, 0)[:count]
+    for capacity in (bound, none):
+        done = case.tight(replace(case.memory, capacity=capacity))
+        assert isinstance(done, Transition)
+        event(f"{'bound' if capacity is bound else 'no spare'}, staged {bool(done.schedule.staged)}")
+        check_tight(done, seed)
