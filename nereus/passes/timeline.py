@@ -15,8 +15,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
+from nereus.ir.holdings import Topology
 from nereus.ir.layout import IntArray
+from nereus.ir.plan import Plan
 from nereus.passes.lifecycle import Lifecycle
 from nereus.passes.memory import MemoryPlan
 from nereus.passes.timeline_problem import (
@@ -171,14 +174,58 @@ def _exact(ops: Sequence[CoarseOp], ticks: Sequence[int], limited: bool) -> list
     back, so nothing earlier either."""
     start = [0.0] * len(ops)
     idle: dict[tuple[int, bool], float] = {}
-    for number in sorted(range(len(ops)), key=lambda n: (ticks[n], n)):
+    ends = [at + round(op.seconds * TICKS) for at, op in zip(ticks, ops, strict=True)]
+    for number in sorted(range(len(ops)), key=lambda n: (ticks[n], ends[n], n)):
         op = ops[number]
         at = max((start[a] + ops[a].seconds for a in op.after if ops[a].background == op.background), default=0.0)
         places = [(device, op.background) for device in op.devices] if op.kind in EXCLUSIVE else []
         at = max([at, *(idle.get(place, 0.0) for place in places)])
-        start[number] = max(at, (ticks[number] - 1) / TICKS) if limited else at
+        start[number] = max(at, ticks[number] / TICKS) if limited else at
         idle.update(dict.fromkeys(places, start[number] + op.seconds))
     return start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """``stage`` has the right to run on ``device`` from ``from_s`` until ``until_s`` (seconds after the boundary)."""
+
+    device: int
+    stage: str
+    from_s: float
+    until_s: float
+
+
+def owners(timeline: Timeline, old: Plan, new: Plan, topology: Topology) -> tuple[Owner, ...]:
+    """Who owns which device around the boundary: the old plan's stages until they are quiet (the boundary, or the end
+    of draining where an engine changes), the new plan's from resume. Stages of a synchronous plan take turns on a
+    device and own it together, so only those of asynchronous plans are listed. Holding storage is no ownership."""
+    index = topology.index()
+    drained = {d: op.seconds for op in timeline.ops if op.kind == "drain" for d in op.devices}
+    resume = timeline.stop_s
+    found = []
+    for plan, first in ((old, True), (new, False)):
+        if plan.workload.mode == "sync":
+            continue
+        for stage in plan.owners():
+            for device in (index[d] for d in stage.ranks):
+                if first:
+                    until = drained.get(device, 0.0) if stage.kind == "generate" else 0.0
+                    found.append(Owner(device=device, stage=stage.name, from_s=-inf, until_s=until))
+                else:
+                    found.append(Owner(device=device, stage=stage.name, from_s=resume, until_s=inf))
+    return tuple(found)
+
+
+def two_owners(owned: Sequence[Owner]) -> str | None:
+    """A device that two stages own at a time, or None."""
+    per_device: dict[int, list[Owner]] = {}
+    for owner in owned:
+        per_device.setdefault(owner.device, []).append(owner)
+    for device, found in per_device.items():
+        for one, other in itertools.pairwise(sorted(found, key=lambda o: (o.from_s, o.until_s))):
+            if other.from_s < one.until_s:
+                return f"device {device} is owned by {one.stage} and {other.stage} at {max(other.from_s, 0.0):.3f} s"
+    return None
 
 
 def check_timeline(timeline: Timeline, base: IntArray, capacity: IntArray) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 
 import numpy as np
 
@@ -38,7 +39,7 @@ class TimelineOptions:
     """``solve``: whether CP-SAT may improve the list schedule; ``max_ops``: above it the list schedule stands."""
 
     solve: bool = True
-    deterministic_s: float = 2.0
+    deterministic_s: float = 0.5
     max_ops: int = 400
 
 
@@ -189,28 +190,31 @@ class CoarseProblem:
         from ortools.sat.python import cp_model
 
         model = cp_model.CpModel()
-        horizon = self.makespan(hint) if hint is not None else max(sum(self.ticks), bound)
+        # Starts are sums of durations, so the solver may count in their common divisor.
+        unit = max(gcd(*self.ticks), 1)
+        ticks = [size // unit for size in self.ticks]
+        horizon = (self.makespan(hint) if hint is not None else max(sum(self.ticks), bound)) // unit
         starts = [model.new_int_var(0, horizon, "") for _ in self.ops]
-        stop = model.new_int_var(bound, horizon, "")
+        stop = model.new_int_var(-(-bound // unit), horizon, "")
         runs = []
-        for at, size in enumerate(self.ticks):
+        for at, size in enumerate(ticks):
             runs.append(model.new_fixed_size_interval_var(starts[at], size, ""))
             model.add(stop >= starts[at] + size)
             for before in self.after[at]:
-                model.add(starts[at] >= starts[before] + self.ticks[before])
+                model.add(starts[at] >= starts[before] + ticks[before])
             if hint is not None:
-                model.add_hint(starts[at], hint[at])
+                model.add_hint(starts[at], hint[at] // unit)
         for group in self.exclusive:
             model.add_no_overlap([runs[at] for at in group])
         for room, rows in self.limits:
             intervals, demands = [], []
             for at, running, rest in rows:
-                if running and self.ticks[at]:
+                if running and ticks[at]:
                     intervals.append(runs[at])
                     demands.append(running)
                 if rest:
                     left = model.new_int_var(0, horizon + 1, "")
-                    end = starts[at] + self.ticks[at]
+                    end = starts[at] + ticks[at]
                     intervals.append(model.new_interval_var(end, left, horizon + 1, ""))
                     demands.append(rest)
             model.add_cumulative(intervals, demands, room)
@@ -222,4 +226,5 @@ class CoarseProblem:
         status = solver.solve(model)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return None, bound
-        return [int(solver.value(at)) for at in starts], int(np.ceil(solver.best_objective_bound - 1e-6))
+        best = int(np.ceil(solver.best_objective_bound - 1e-6))
+        return [int(solver.value(at)) * unit for at in starts], best * unit
