@@ -5,6 +5,7 @@ python benchmarks/suite.py --full              all of them, up to 1,024 GPUs (a 
 python benchmarks/suite.py --only NAME ...     those whose names contain one of the words
 ... --write                                    tables into docs/benchmarks.md
 ... --json FILE                                everything as JSON
+python benchmarks/suite.py --read FILE ...     tables of such files instead of a run
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import json
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
-from measure import Refused, Row, measure
+from measure import BaselineRow, Refused, Row, measure
 from random_plans import random_transitions
 from real_configs import huge, real_configs
 from tables import render_text, summary, write_document
@@ -71,12 +72,30 @@ def run(selected: Iterable[Case], *, quiet: bool = False) -> tuple[list[Row], li
     return rows, refused
 
 
+def read(files: Iterable[str]) -> tuple[list[Row], list[Refused]]:
+    """What runs wrote with --json, in the order of the suite."""
+    rows: dict[str, Row] = {}
+    refused: dict[str, Refused] = {}
+    names = {field.name for field in fields(Row)}
+    for file in files:
+        document = json.loads(Path(file).read_text())
+        for entry in document["transitions"]:
+            known = {key: value for key, value in entry.items() if key in names}
+            known["baselines"] = {name: BaselineRow(**row) for name, row in known["baselines"].items()}
+            rows[entry["name"]] = Row(**known)
+        for entry in document["refused"]:
+            refused[entry["name"]] = Refused(**entry)
+    order = [case.name for case in (*cases(), *huge())]
+    return [rows[n] for n in order if n in rows], [refused[n] for n in order if n in refused]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Transitions against their bounds and against baselines.")
     parser.add_argument("--full", action="store_true", help="all transitions")
     parser.add_argument("--most-gpus", type=int, default=1024, help="with --full: none on more GPUs")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="transitions whose names contain a word")
     parser.add_argument("--json", metavar="FILE", help="write everything measured as JSON")
+    parser.add_argument("--read", nargs="+", metavar="FILE", help="read what runs wrote with --json")
     parser.add_argument("--write", action="store_true", help="write the tables into docs/benchmarks.md")
     parser.add_argument("--list", action="store_true", help="names only")
     args = parser.parse_args()
@@ -85,7 +104,7 @@ def main() -> int:
             print(f"{case.group:8} {case.num_gpus:5} {case.name}")
         return 0
     started = time.perf_counter()
-    rows, refused = run(chosen(args))
+    rows, refused = read(args.read) if args.read else run(chosen(args))
     wall_s = time.perf_counter() - started
     print(render_text(rows, refused))
     print(f"{len(rows) + len(refused)} transitions in {wall_s:.0f} s")
