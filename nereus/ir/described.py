@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 import numpy as np
 import numpy.typing as npt
@@ -131,12 +132,18 @@ def _parts(
     grouped: dict[tuple[int, str], list[Fragment]] = {}
     for f in primary_fragments(state)[0]:
         if f.tensor not in index:
-            raise DescriptionError(f"rank {rank}: the model has no tensor {f.tensor}")
+            wrapped = [name for name in index if name.endswith(f".{f.tensor}")]
+            close = wrapped or get_close_matches(f.tensor, index, n=1)
+            hint = f"; it has '{close[0]}': names are those that the naming gives, without wrappers" if close else ""
+            raise DescriptionError(f"rank {rank}: the model has no tensor {f.tensor}{hint}")
         rows, cols = shapes[index[f.tensor]]
         inside = 0 <= f.row_lo < f.row_hi <= rows and 0 <= f.col_lo < f.col_hi <= cols
         if not inside or not 0 <= f.start < f.stop <= f.area:
             box = f"rows {f.row_lo}..{f.row_hi}, columns {f.col_lo}..{f.col_hi}, elements {f.start}..{f.stop}"
-            raise DescriptionError(f"rank {rank}: {f.tensor} {f.slot}: {box} of {rows} x {cols}")
+            raise DescriptionError(
+                f"rank {rank}: {f.tensor} {f.slot}: {box} of {rows} x {cols}; a logical tensor is dim 0 by the rest, "
+                "and a part of it must lie inside"
+            )
         storage = state.storages[f.storage]
         if f.offset(f.start) < 0 or f.offset(f.stop - 1) >= storage.numel:
             raise DescriptionError(f"rank {rank}: {f.tensor} {f.slot} leaves its storage {storage.name}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -203,3 +204,14 @@ def test_schedule_with_infinities_and_counters() -> None:
     back = loads(dumps(replace(example(), models=models))).models[0].schedule
     assert back is not None
     assert back == schedule and isinstance(back.state["milestones"], Counter)
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e999"])
+def test_numbers_that_are_none_are_damage_and_what_is_no_text_is_no_job_state(number: str) -> None:
+    text = dumps(example())
+    spoilt = re.sub(r'"step": \d+', f'"step": {number}', text)
+    assert spoilt != text
+    with pytest.raises(JobStateError, match="does not match its checksum"):
+        loads(spoilt)
+    with pytest.raises(JobStateError, match="not JSON"):
+        loads(None)  # type: ignore[arg-type]

@@ -45,7 +45,8 @@ def entries_of(
         if len(held) < len(parts) or any((one["group"], one["scalars"]) != _same(held[0]) for one in held):
             raise BindError(f"optimizer: the tensors that make up {name} differ in group or step")
         members[held[0]["group"]].append(name)
-        scalars[name] = {key: _scalar(value, state["scalar_kinds"][key]) for key, value in held[0]["scalars"].items()}
+        kinds = {**state["scalar_kinds"], **held[0].get("kinds", {})}
+        scalars[name] = {key: _scalar(value, kinds[key]) for key, value in held[0]["scalars"].items()}
     groups = [{**_HOW, **group} for group in state["groups"]]
     listed_groups: Any
     if flatten:
@@ -61,7 +62,8 @@ def _same(entry: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _scalar(value: Any, kind: str) -> object:
-    return torch.tensor(value, dtype=TORCH_DTYPES[kind]) if kind in TORCH_DTYPES else value
+    dtype, *dims = kind.split("/")  # a dim of size 1 each
+    return torch.tensor(value, dtype=TORCH_DTYPES[dtype]).reshape((1,) * len(dims)) if dtype in TORCH_DTYPES else value
 
 
 def job_state_of(holding: Holding, *, version: int = 0) -> dict[str, Any]:

@@ -115,13 +115,13 @@ def _trained(adapter: PlainTorch) -> tuple[Any, torch_state.Restored, dict[str, 
 
 
 def _parameters(adapter: PlainTorch, job_state: dict[str, Any]) -> Iterator[str]:
-    inventory, _, logical = _trained(adapter)
+    inventory, restored, logical = _trained(adapter)
     for name, parameter, _ in inventory.weights:
         was = [tensor for tensor in logical[name] if tensor in job_state["optimizer"]["tensors"]]
         if was and name not in inventory.optimizer.group:
             yield f"{name} was trained and is in no group of the optimizer"
-        if was and not parameter.requires_grad:
-            yield f"{name} was trained and is frozen now"
+        if was and (frozen := restored.was_frozen(was[0])) == parameter.requires_grad:
+            yield f"{name} was {'frozen and is trained' if frozen else 'trained and is frozen'} now"
 
 
 def _slots(adapter: PlainTorch, job_state: dict[str, Any]) -> Iterator[str]:

@@ -163,6 +163,8 @@ class PlainTorch:
         inventory = _Inventory(census, [], [], torch_state.OptimizerView())
         names: dict[int, str] = {}
         tensors = list(self._named())
+        if lazy := [name for name, tensor, _ in tensors if torch.nn.parameter.is_lazy(tensor)]:
+            raise BindError(f"{', '.join(lazy)}: a lazy module gets its parameters in its first forward: run it before")
         for _, tensor, _ in tensors:
             known.add(tensor)
         for name, tensor, persistent in tensors:
@@ -176,6 +178,7 @@ class PlainTorch:
             else:
                 self._take_weight(inventory, names, path, tensor)
         _refuse_second_holders(inventory)
+        _refuse_shared_memory(inventory)
         for value in (self.optimizer, self.scheduler, self.scaler):
             known.add(value)
         if self.optimizer is not None:
@@ -192,6 +195,10 @@ class PlainTorch:
         return inventory
 
     def _take_weight(self, inventory: _Inventory, names: dict[int, str], name: str, tensor: torch.Tensor) -> None:
+        if not tensor.numel():  # nothing to move, whatever it is called
+            names[id(tensor)] = name
+            inventory.weights.append((name, tensor, ()))
+            return
         try:
             segments = self._naming.segments(name, tuple(tensor.shape) or (1,), self._where)
         except UnknownParameter as error:
@@ -263,12 +270,16 @@ class PlainTorch:
                 for slot, dtype in restored.slots(name, logical[name]).items():
                     state[restored.keys[slot]] = tensor_of(name, slot, parameter, dtype)
                 for scalar, value in restored.scalars(name, logical[name]).items():
-                    state[scalar] = torch_state.scalar(restored.kinds[scalar], value, parameter, group)
+                    kind = restored.kind(scalar, logical[name])
+                    state[scalar] = torch_state.scalar(kind, value, parameter, group)
 
-    def _restored(self, job_state: Mapping[str, Any]) -> torch_state.Restored:
-        if not job_state.get("optimizer"):
+    def _restored(self, job_state: Any) -> torch_state.Restored:
+        if not isinstance(job_state, Mapping) or not job_state.get("optimizer"):
             raise BindError("the job state has no optimizer, and this module is trained with one")
-        return torch_state.Restored(job_state["optimizer"])
+        restored = torch_state.Restored(job_state["optimizer"])
+        if self.optimizer is not None:
+            restored.check_class(self.optimizer)
+        return restored
 
     def finish(self, job_state: Mapping[str, Any]) -> None:
         """Set the optimizer's groups and scalars, scheduler, scaler, carried values and version; drop gradients and
@@ -276,7 +287,7 @@ class PlainTorch:
         self._settle()
         inventory = self._walk()
         inventory.census.raise_if_unknown()
-        job_state = dict(job_state)
+        job_state = _checked(job_state)
         if self.optimizer is not None:
             restored, logical = self._restored(job_state), inventory.logical()
             names = {id(tensor): name for name, tensor, _ in inventory.weights}
@@ -287,7 +298,7 @@ class PlainTorch:
                 torch_state.set_options(group, restored.options(source))
                 for name, parameter in members:
                     for scalar, value in restored.scalars(name, logical[name]).items():
-                        kind = restored.kinds[scalar]
+                        kind = restored.kind(scalar, logical[name])
                         self.optimizer.state[parameter][scalar] = torch_state.scalar(kind, value, parameter, group)
             if job_state.get("scheduler"):
                 scheduler = torch_state.regrouped(job_state["scheduler"], sources, restored.num_groups)
@@ -411,10 +422,37 @@ def _refuse_second_holders(inventory: _Inventory) -> None:
             for other, theirs in holders.get(mine.tensor, ()):
                 rows = min(mine.row_hi, theirs.row_hi) > max(mine.row_lo, theirs.row_lo)
                 if rows and min(mine.col_hi, theirs.col_hi) > max(mine.col_lo, theirs.col_lo):
-                    inventory.census.refuse(
-                        name, f"holds {mine.tensor}, as {other} does, in memory of its own: tie them"
-                    )
+                    why = f"holds {mine.tensor}, as {other} does, in memory of its own: tie them"
+                    if name == other:
+                        why = f"two parts of the naming overlap in {mine.tensor}: a part of it lies there twice"
+                    inventory.census.refuse(name, why)
             holders.setdefault(mine.tensor, []).append((name, mine))
+
+
+def _refuse_shared_memory(inventory: _Inventory) -> None:
+    """Parameters that overlap without being one object train together; in the new objects they would not."""
+    spans = []
+    for name, tensor, _ in inventory.weights:
+        local = local_tensor(tensor)
+        if type(local) is torch.Tensor and not local.is_meta and local.is_contiguous() and local.numel():
+            begin = local.data_ptr()
+            spans.append((begin, begin + local.numel() * local.element_size(), name))
+    reached, owner = 0, ""
+    for begin, end, name in sorted(spans):
+        if begin < reached:
+            why = f"shares memory with {owner} and is another parameter: make them one object, or copy one of them"
+            inventory.census.refuse(name, why)
+        if end > reached:
+            reached, owner = end, name
+
+
+def _checked(job_state: Any) -> dict[str, Any]:
+    """BindError before anything is set where ``job_state`` is not what ``job_state()`` gives."""
+    if not isinstance(job_state, Mapping):
+        raise BindError(f"a job state is what job_state() gives, not a {type(job_state).__name__}")
+    if type(version := job_state.get("version")) is not int:
+        raise BindError(f"the job state's version is {version!r}: it is not of a torch adapter's job_state()")
+    return {"optimizer": {}, "scheduler": None, "scaler": None, "carried": {}, **job_state}
 
 
 def _empty_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

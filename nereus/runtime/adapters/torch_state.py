@@ -26,18 +26,23 @@ _HOW = frozenset({"params", "param_names", "foreach", "fused", "capturable", "di
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
+#: Which of the two is an option of the group (``decoupled_weight_decay``), and options are set.
+_ALIKE = frozenset({"torch.optim.adam.Adam", "torch.optim.adamw.AdamW"})
+
 
 @dataclass(slots=True)
 class OptimizerView:
     """``slots``: (parameter name, slot, tensor) in the order of the groups; ``scalars``: parameter name -> name ->
-    value; ``kinds``: scalar -> dtype name, or int, float, bool for a plain value; ``group``: parameter name -> its
-    group; ``keys``: slot -> the optimizer's own name of it."""
+    value; ``kinds``: parameter name -> scalar -> dtype name, with ``/1`` behind it for each dim that the one-element
+    tensor has, or int, float, bool for a plain value; ``group``: parameter name -> its group; ``keys``: slot -> the
+    optimizer's own name of it."""
 
     slots: list[tuple[str, str, torch.Tensor]] = field(default_factory=list)
     scalars: dict[str, dict[str, float | int | bool]] = field(default_factory=dict)
-    kinds: dict[str, str] = field(default_factory=dict)
+    kinds: dict[str, dict[str, str]] = field(default_factory=dict)
     group: dict[str, int] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
+    frozen: set[str] = field(default_factory=set)  # in a group, and no gradient reaches them
 
 
 def view(
@@ -59,6 +64,8 @@ def view(
                 census.refuse(f"optimizer.param_groups.{number}.params.{position}", f"{name} is in two groups")
             else:
                 found.group[name] = number
+                if not parameter.requires_grad:
+                    found.frozen.add(name)
         for key, value in group.items():
             if isinstance(value, torch.Tensor) and value.numel() == 1:
                 known.add(value)  # lr as a tensor
@@ -99,11 +106,11 @@ def _entry(
         known.add(value)
     elif isinstance(value, torch.Tensor) and value.numel() == 1:
         found.scalars.setdefault(name, {})[key] = value.item()
-        found.kinds[key] = DTYPE_NAMES.get(value.dtype, "fp32")
+        found.kinds.setdefault(name, {})[key] = DTYPE_NAMES.get(value.dtype, "fp32") + "/1" * value.dim()
         known.add(value)
     elif isinstance(value, (bool, int, float)):
         found.scalars.setdefault(name, {})[key] = value
-        found.kinds[key] = type(value).__name__
+        found.kinds.setdefault(name, {})[key] = type(value).__name__
     elif isinstance(value, torch.Tensor):
         census.take(path, value, f"{list(value.shape)} of {value.dtype} is not shaped like {list(parameter.shape)}")
     else:
@@ -147,32 +154,77 @@ def to_job_state(
     slots: dict[str, dict[str, str]] = {}
     for name, slot, tensor in found.slots:
         slots.setdefault(name, {})[slot] = DTYPE_NAMES[tensor.dtype]
+    kinds: dict[str, str] = {}
+    for own in found.kinds.values():
+        for key, kind in own.items():
+            kinds.setdefault(key, kind)
+    tensors: dict[str, dict[str, object]] = {}
+    for name, group in found.group.items():
+        entry = {"group": group, "slots": slots.get(name, {}), "scalars": found.scalars.get(name, {})}
+        if other := {key: kind for key, kind in found.kinds.get(name, {}).items() if kinds[key] != kind}:
+            entry["kinds"] = other
+        if name in found.frozen:
+            entry["frozen"] = True
+        tensors.update(dict.fromkeys(logical[name], entry))
     return {
+        "class": class_name(optimizer),
         "groups": [options(group) for group in optimizer.param_groups],
-        "scalar_kinds": dict(found.kinds),
+        "scalar_kinds": kinds,
         "keys": dict(found.keys),
-        "tensors": {
-            tensor: {"group": group, "slots": slots.get(name, {}), "scalars": found.scalars.get(name, {})}
-            for name, group in found.group.items()
-            for tensor in logical[name]
-        },
+        "tensors": tensors,
     }
+
+
+def class_name(optimizer: torch.optim.Optimizer) -> str:
+    """Of the class that computes the step. Schedulers and wrappers change the object, not that."""
+    kind = type(optimizer)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 class Restored:
     """A job state's optimizer part, looked up for the parameters of another layout."""
 
-    def __init__(self, job_state: Mapping[str, Any]) -> None:
+    def __init__(self, job_state: Any) -> None:
+        """BindError for what is no such part, another adapter's for example."""
+        parts = ("tensors", "groups", "scalar_kinds", "keys")
+        if missing := [part for part in parts if not isinstance(job_state, Mapping) or part not in job_state]:
+            raise BindError(
+                f"the job state's optimizer has no {', '.join(missing)}: it is not of a torch adapter's job_state()"
+            )
         self._tensors: Mapping[str, Mapping[str, Any]] = job_state["tensors"]
         self._groups: Sequence[Mapping[str, object]] = job_state["groups"]
-        self.kinds: Mapping[str, str] = job_state["scalar_kinds"]
+        self._kinds: Mapping[str, str] = job_state["scalar_kinds"]
         self.keys: Mapping[str, str] = job_state["keys"]
+        self._class: str | None = job_state.get("class")  # checkpoints that torch wrote do not say it
+
+    def check_class(self, optimizer: torch.optim.Optimizer) -> None:
+        """BindError where another kind of optimizer would go on with this state: slots of the same name mean something
+        else there, and nothing fails."""
+        mine = class_name(optimizer)
+        alike = self._class in _ALIKE and mine in _ALIKE
+        if self._class is not None and self._class != mine and not alike:
+            raise BindError(
+                f"optimizer: the state is of {self._class}, and the new optimizer is a {mine}: build the same class"
+            )
 
     def slots(self, name: str, logical: Sequence[str]) -> dict[str, torch.dtype]:
-        return {slot: _DTYPES[dtype] for slot, dtype in self._agreed(name, logical, "slots").items()}
+        found = self._agreed(name, logical, "slots")
+        if unknown := sorted(set(found.values()) - _DTYPES.keys()):
+            raise BindError(f"optimizer: {name} has slots of dtype {', '.join(unknown)}, which is not known")
+        if lost := sorted(found.keys() - self.keys.keys()):
+            raise BindError(f"optimizer: the job state does not say what the optimizer calls {', '.join(lost)}")
+        return {slot: _DTYPES[dtype] for slot, dtype in found.items()}
 
     def scalars(self, name: str, logical: Sequence[str]) -> dict[str, float | int | bool]:
         return dict(self._agreed(name, logical, "scalars"))
+
+    def kind(self, scalar: str, logical: Sequence[str]) -> str:
+        """Of a scalar of a parameter that holds ``logical``."""
+        own = self._tensors[logical[0]].get("kinds", {})
+        return str(own[scalar] if scalar in own else self._kinds[scalar])
+
+    def was_frozen(self, tensor: str) -> bool:
+        return bool(self._tensors[tensor].get("frozen", False))
 
     @property
     def num_groups(self) -> int:
@@ -221,8 +273,10 @@ def scalar(kind: str, value: float | int | bool, parameter: torch.Tensor, group:
     fused or captured step reads it."""
     if kind in ("int", "float", "bool"):
         return {"int": int, "float": float, "bool": bool}[kind](value)
+    dtype, *dims = kind.split("/")
     beside = bool(group.get("fused") or group.get("capturable"))
-    return torch.tensor(value, dtype=_DTYPES[kind], device=parameter.device if beside else "cpu")
+    device = parameter.device if beside else "cpu"
+    return torch.tensor(value, dtype=_DTYPES[dtype], device=device).reshape((1,) * len(dims))
 
 
 def set_options(group: dict[str, Any], values: Mapping[str, Any]) -> None:
