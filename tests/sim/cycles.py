@@ -48,8 +48,7 @@ def tiny_cycle(count: int, gpus: int = 2, *, relayout: bool = False, shift: int 
     """The same with tiny models. ``relayout``: tensor parallelism becomes pipeline parallelism on the way."""
     on = cluster(*(gpus,) * count)
     models = tuple(
-        Model(name=_name(n), arch=ARCHS[n % 2], source="tiny", head="lm" if n == 0 else "value")
-        for n in range(count)
+        Model(name=_name(n), arch=ARCHS[n % 2], source="tiny", head="lm" if n == 0 else "value") for n in range(count)
     )
 
     def one(by: int, **degrees: int) -> Plan:
