@@ -287,3 +287,23 @@ def test_a_naming_without_a_model_is_refused_in_words(tmp_path: Path) -> None:
         with pytest.raises(BindError, match=r"ExplicitNaming does not say which tensors .* HfNaming\(arch="):
             call()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_job_state_is_refused_and_not_made_up_from_the_rest() -> None:
+    naming = HfNaming(arch=TIED)
+    facts = {"optimizer": {}, "scheduler": {"_last_lr": [0.25]}, "scaler": None, "carried": {}, "version": 9}
+    packed = dcp_job.entries_of(facts, naming)[dcp_job.JOB_STATE]
+
+    def read(value: object, unread: tuple[str, ...] = ()) -> dict[str, Any]:
+        entries = {} if unread else {dcp_job.JOB_STATE: value}
+        return dcp_job.job_state_of(dcp.Holding(BindingBuilder(0).finish(), entries=entries, unread=unread))
+
+    assert read(packed) == facts
+    for at in range(0, len(packed), 7):
+        spoilt = bytearray(packed)
+        spoilt[at] ^= 4
+        with pytest.raises(BindError, match="nereus_job_state of the checkpoint does not match its checksum"):
+            read(bytes(spoilt))
+    for value, unread in ((b"", ()), ("text", ()), (packed[:-1], ()), (None, (dcp_job.JOB_STATE,))):
+        with pytest.raises(BindError, match="damaged"):
+            read(value, unread)

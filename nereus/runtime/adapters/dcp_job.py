@@ -3,6 +3,7 @@ reads it with torch, and our own whole job state in one entry, which is what cou
 
 from __future__ import annotations
 
+import hashlib
 import io
 import re
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from nereus.runtime.adapters.torch_state import options
 
 #: Key of our own entry.
 JOB_STATE = "nereus_job_state"
+_DIGEST = 32  # bytes of SHA-256 before what torch.save wrote
 
 #: Options that say how a step is computed. torch's loader wants them in the file because a live group has them.
 _HOW = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
@@ -31,7 +33,7 @@ def entries_of(
     entry for each option of each parameter) instead of the nested one."""
     packed = io.BytesIO()
     torch.save(dict(job_state), packed)
-    found: dict[str, Any] = {JOB_STATE: packed.getvalue()}
+    found: dict[str, Any] = {JOB_STATE: hashlib.sha256(packed.getvalue()).digest() + packed.getvalue()}
     state = job_state.get("optimizer")
     if not state:
         return found
@@ -70,8 +72,11 @@ def job_state_of(holding: Holding, *, version: int = 0) -> dict[str, Any]:
     """For an adapter's ``prepare`` and ``finish``. Of a folder that torch alone wrote: the optimizer, read from either
     style of its state dict; schedulers are then in ``holding.entries``. BindError where groups cannot be told."""
     packed = holding.entries.get(JOB_STATE)
-    if isinstance(packed, bytes):
-        own: Any = torch.load(io.BytesIO(packed), weights_only=True)
+    if JOB_STATE in holding.unread or packed is not None:
+        # Torch reads a damaged pickle without a word, and a rate that lost a bit looks like any other.
+        if not isinstance(packed, bytes) or hashlib.sha256(packed[_DIGEST:]).digest() != packed[:_DIGEST]:
+            raise BindError(f"{JOB_STATE} of the checkpoint does not match its checksum: it is damaged")
+        own: Any = torch.load(io.BytesIO(packed[_DIGEST:]), weights_only=True)
         return dict(own)
     return {"optimizer": _optimizer(holding), "scheduler": None, "scaler": None, "carried": {}, "version": version}
 
