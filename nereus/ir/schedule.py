@@ -72,11 +72,17 @@ class MoveColumns:
 
 
 def posted_bytes(
-    columns: MoveColumns, part: tuple[IntArray, IntArray, IntArray], num_devices: int, num_waves: int
+    columns: MoveColumns,
+    part: tuple[IntArray, IntArray, IntArray],
+    num_devices: int,
+    num_waves: int,
+    *,
+    copies: bool = False,
 ) -> tuple[IntArray, IntArray]:
-    """Most bytes that each device sends, and receives, in one wave. ``part``: (move, wave, bytes) of every slice."""
+    """Most bytes that each device sends, and receives, in one wave. ``part``: (move, wave, bytes) of every slice.
+    ``copies``: copies between processes inside one host memory too, which cross no link and are packed all the same."""
     move, wave, size = part
-    crossing = columns.crosses[move] > 0
+    crossing = (columns.crosses[move] > 0) | copies
     result = []
     for ends in (columns.src, columns.dst):
         load = np.zeros(num_devices * max(num_waves, 1), dtype=np.int64)

@@ -153,7 +153,7 @@ def window_staging(routed: Routed, window_bytes: int) -> IntArray:
     total = np.zeros(num_devices, dtype=np.int64)
     for ends in (columns.src, columns.dst):
         load = np.zeros(num_devices, dtype=np.int64)
-        np.add.at(load, ends % num_devices, columns.num_bytes * columns.crosses)
+        np.add.at(load, ends % num_devices, columns.num_bytes)
         total += np.minimum(load, window_bytes)
     return total
 
@@ -162,5 +162,5 @@ def schedule_staging(schedule: Schedule, num_devices: int) -> IntArray:
     """Staging per device: the most that it sends in one wave and the most that it receives."""
     columns = MoveColumns.of(schedule.moves)
     part = schedule_parts(schedule, columns)
-    sent, received = posted_bytes(columns, part, num_devices, schedule.num_waves)
+    sent, received = posted_bytes(columns, part, num_devices, schedule.num_waves, copies=True)
     return sent + received

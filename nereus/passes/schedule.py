@@ -24,6 +24,9 @@ from nereus.passes.route import Routed, relay_depths
 
 FloatArray = npt.NDArray[np.float64]
 
+#: A window that is so small against what moves that it needs more waves is not kept to (a device with very many tiny
+#: messages; the staging that memory is planned with is what is posted, so nothing overflows).
+MOST_WAVES = 100_000
 #: Growth of the number of waves while some device posts more than a window in one.
 _MORE_WAVES = 1.3
 
@@ -54,8 +57,8 @@ class WaveSchedule:
             part = expand_slices(columns.num_bytes, wave, slices, quantum)
             sent, received = posted_bytes(columns, part, num_devices, num_waves)
             most = max(int(sent.max(initial=0)), int(received.max(initial=0)))
-            finest = int((columns.num_bytes // quantum).max(initial=0))
-            if most <= self.window_bytes or (count >= finest and least <= 1):
+            # Beyond single elements more waves still help: they spread the small moves.
+            if most <= max(self.window_bytes, int(quantum.max(initial=0))) or count > MOST_WAVES:
                 break
             count, least = max(count + 1, int(count * _MORE_WAVES)), min(least // 4, self.window_bytes // 64)
         waves, counts = tuple(wave.tolist()), tuple(slices.tolist())
