@@ -185,8 +185,8 @@ def document(rows: Sequence[Row], refused: Sequence[Refused]) -> str:
         "no order. `!`: some memory may not hold it. `~`: too large to simulate, only the busiest port's load. `*`: "
         "made with optimizer state that is not sharded, not counted in the medians below. Every system is charged our "
         "priors for engines, processes and groups unless it restarts by its own rules; what each does is in "
-        "`nereus/sim/baselines/`. Ours builds groups beside the transfer, the others are charged for them before it, as "
-        "they do: compare transfers where only routing counts.",
+        "`nereus/sim/baselines/`. Ours builds groups beside the transfer, the others are charged for them before it, "
+        "as they do: compare transfers where only routing counts.",
         "",
         *_markdown(
             ("transition", "Nereus", *(f"{b.name} ({b.system})" for b in BASELINES)),
