@@ -173,7 +173,8 @@ class PeakClass:
 
 
 def peak_classes(transition: Transition) -> tuple[PeakClass, ...]:
-    """Least room first. Memory of lost nodes is left out."""
+    """Least room first; what differs by less than is printed (0.1 GB) is one class, with the fullest's figure. Memory of
+    lost nodes is left out."""
     memory, topology = transition.memory, transition.topology
     peak = memory.reversible_peak
     transfer = memory.reversible["during the transfer"]
@@ -185,7 +186,7 @@ def peak_classes(transition: Transition) -> tuple[PeakClass, ...]:
         peak = np.maximum.reduce(list(phases.values()))
     else:
         phases = memory.reversible
-    found: dict[tuple[int, int, str, bool], list[int]] = {}
+    found: dict[tuple[int, int, str, bool], list[int]] = {}  # (capacity, tenths of a GB, phase, whether host)
     for space in range(len(peak)):
         host = space >= topology.num_devices
         node = space - topology.num_devices if host else int(topology.node_of[space])
@@ -193,16 +194,17 @@ def peak_classes(transition: Transition) -> tuple[PeakClass, ...]:
         if not topology.alive[node] or not value:
             continue
         phase = max(phases, key=lambda name: int(phases[name][space]))
-        found.setdefault((int(memory.capacity[space]) - value, value, phase, host), []).append(space)
+        found.setdefault((int(memory.capacity[space]), round(value / 1e8), phase, host), []).append(space)
+    fullest = {key: max(int(peak[s]) for s in spaces) for key, spaces in found.items()}
     return tuple(
         PeakClass(
-            devices=() if host else tuple(topology.devices[s] for s in spaces),
-            hosts=tuple(topology.nodes[s - topology.num_devices].name for s in spaces) if host else (),
-            peak_bytes=value,
-            capacity_bytes=room + value,
-            phase=phase,
+            devices=() if key[3] else tuple(topology.devices[s] for s in spaces),
+            hosts=tuple(topology.nodes[s - topology.num_devices].name for s in spaces) if key[3] else (),
+            peak_bytes=fullest[key],
+            capacity_bytes=key[0],
+            phase=key[2],
         )
-        for (room, value, phase, host), spaces in sorted(found.items(), key=lambda e: (e[0][0], -e[0][1], e[0][2:]))
+        for key, spaces in sorted(found.items(), key=lambda e: (e[0][0] - fullest[e[0]], -fullest[e[0]], e[0][2:]))
     )
 
 
