@@ -173,8 +173,9 @@ class PeakClass:
 
 
 def peak_classes(transition: Transition) -> tuple[PeakClass, ...]:
-    """Least room first; what differs by less than is printed (0.1 GB) is one class, with the fullest's figure. Memory of
-    lost nodes is left out."""
+    """Least room first; what differs by less than is printed (0.1 GB) is one class, with the fullest's figure.
+
+    Memory of lost nodes is left out."""
     memory, topology = transition.memory, transition.topology
     peak = memory.reversible_peak
     transfer = memory.reversible["during the transfer"]
