@@ -71,6 +71,14 @@ def side(plan: Plan) -> Side:
     return found[1]
 
 
+def forget(plan: Plan | None = None) -> None:
+    """What is remembered of ``plan``, or of all."""
+    if plan is None:
+        _known.clear()
+    else:
+        _known.pop(id(plan), None)
+
+
 def coarse(old: Plan, new: Plan) -> CoarseEstimate:
     """For legal plans with the same tensors per model; refusals are the compiler's to find."""
     return estimate(side(old), side(new))
@@ -88,10 +96,8 @@ def estimate(old: Side, new: Side) -> CoarseEstimate:
     bound, limited = _bound(loads, space)
     transfer = bound * OVER_BOUND + (MESSAGE_S if bound else 0.0)
     moved = round(loads.moved_bytes)
-    if moved == 0 and not life.num_ops and not loads.new_bytes.any() and not loads.old_bytes.any():
-        transfer = 0.0
     mode, peak, capacity = _memory(loads, life, space)
-    nothing = not (moved or life.num_ops or (loads.new_bytes > 1).any() or (loads.old_bytes > 1).any())
+    nothing = not moved and not life.num_ops and _same_state(old, new, space)
     drain = 0.0 if nothing else _drain_s(new.plan, life)
     commit = 0.0 if nothing else commit_s(_num_participants(new, space))
     # As in the timeline: what is set up comes first; communicators beside the transfer unless memory is tight.
@@ -118,6 +124,16 @@ def estimate(old: Side, new: Side) -> CoarseEstimate:
         peak_bytes_max=peak,
         capacity_bytes=capacity,
         fresh=tuple(dict.fromkeys(loads.fresh)),
+    )
+
+
+def _same_state(old: Side, new: Side, space: Space) -> bool:
+    """Whether every copy stays as it is."""
+    before, after = ({part.stage: part for part in side.parts} for side in (old, new))
+    return before.keys() == after.keys() and all(
+        (part.layout, part.slots) == (before[name].layout, before[name].slots)
+        and np.array_equal(space.devices(new, part.where), space.devices(old, before[name].where))
+        for name, part in after.items()
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nereus.ir.layout import SHARD_DIM0, SHARD_FLAT, SHARD_NONE, SHARD_PARAM, IntArray
+from nereus.ir.layout import SHARD_DIM0, SHARD_FLAT, SHARD_PARAM, IntArray
 from nereus.ir.plan import Slot
 from nereus.ir.units import DTYPE_BYTES
 from nereus.passes.coarse_grid import (
@@ -17,14 +17,12 @@ from nereus.passes.coarse_grid import (
     REST,
     FloatArray,
     Grid,
-    bit_sets,
     grid_of,
-    layer_runs,
-    numel_table,
 )
-from nereus.passes.coarse_regions import Shares, lack
-from nereus.passes.coarse_side import Part, Side, rank_coordinates
+from nereus.passes.coarse_regions import Lack, Shares, lack, lack_by_node, overlap
+from nereus.passes.coarse_side import Part, Side
 from nereus.passes.coarse_space import Space
+from nereus.passes.coarse_tables import TableKey, coordinate_shares, weights_of
 from nereus.passes.foregone import MIN_DERIVED_SHARE
 from nereus.passes.links import HOST_COPY_BYTES_PER_S
 
@@ -50,8 +48,18 @@ class Loads:
 
     @classmethod
     def none(cls, space: Space) -> Loads:
-        devices, nodes = space.num_devices, len(space.names)
-        return cls(0.0, *(np.zeros(n) for n in (devices, devices, nodes, nodes, nodes, devices, devices, devices)))
+        per_device, per_node = np.zeros((5, space.num_devices)), np.zeros((3, len(space.names)))
+        return cls(
+            moved_bytes=0.0,
+            gpu_in_s=per_device[0],
+            gpu_out_s=per_device[1],
+            node_in_bytes=per_node[0],
+            node_out_bytes=per_node[1],
+            host_copy_bytes=per_node[2],
+            kept_bytes=per_device[2],
+            old_bytes=per_device[3],
+            new_bytes=per_device[4],
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,7 +116,7 @@ def _add_slots(
 ) -> None:
     first = holders[0]
     model, name = first.part.model, first.slot.name
-    table = numel_table(model.arch, model.head, model.lora, name, _optimizer(first.part, name))
+    key = (model.arch, model.head, model.lora, name, _optimizer(first.part, name))
     expert = component == EXPERTS
     cut = [h.part.shards(name, expert=expert) for h in holders]
     # The long axis is the order of the model where flat buffers cut it, and every pipeline stage is one run of layers.
@@ -117,99 +125,126 @@ def _add_slots(
         tuple(h.part.layout for h in holders),
         tuple(count if rule in (SHARD_DIM0, SHARD_PARAM) else 1 for rule, count in cut),
         model.arch.num_kv_heads,
-        table.shape[1],
+        model.arch.num_layers + 3,
         component,
         merged=merged,
         rows=not ranged,
     )
-    elements = grid.elements(table)
-    total = float(elements.sum())
-    if total == 0.0:
+    weighed = weights_of(grid, key, ranged)
+    if weighed.total == 0.0:
         return
-    segments = grid.per_segment(table)
-    once = total - float(segments[-1])  # tied embeddings lie in two places
-    if ranged:
-        elements = elements / total
-    weigh = grid.weigh(elements)
-    ends = np.concatenate(([0.0], np.cumsum(segments, dtype=np.float64))) if ranged else None
-    shares = [_shares(h, name, grid, ends, space) for h in holders]
-    old = [s.alive() for s, h in zip(shares, holders, strict=True) if h.old]
+    weigh, once = weighed.weigh, weighed.once
+    ends = weighed.ends if ranged else None
+    shares = [_shares(h, name, grid, key, ranged, space) for h in holders]
+    old = [a for s, h in zip(shares, holders, strict=True) if h.old and len((a := s.alive()).place)]
     new = [s for s, h in zip(shares, holders, strict=True) if not h.old]
     if not old or not new:
         _one_sided(loads, shares, holders, weigh, width, space)
         return
-    in_host = any(h.slot.host for h in holders)
-    num_places = space.num_devices * (2 if in_host else 1)
-    masters = [m for h in holders if derive and name == "weight" for m in _masters(h, grid, ends, space)]
+    masters = [m for h in holders if derive and name == "weight" for m in _masters(h, grid, key, ranged, space)]
     # Independent of each other: rows that a share has of every tensor, and ranges of layers. What lies there by
     # chance is the product.
-    mixed_old, mixed_new = _thin(holders, name, ends, component)
-    places = lack(new, [*old, *masters], num_places, weigh, by_node=False)
-    held = lack(new, old, num_places, weigh, by_node=False) if masters else places
-    lacked = _thinned(places.lacked, places.wanted, mixed_old, mixed_new) * width
+    thin_old, thin_new = _thin(holders, name, ends, component)
+    in_host = any(h.slot.host for h in holders)
+    num_places = space.num_devices * (2 if in_host else 1)
+    alone = _disjoint(old, num_places) and _disjoint(new, num_places)
+    found = _direct(new, old, masters, weigh, num_places) if alone else _united(new, old, masters, weigh, num_places)
+    lacked = _thinned(found.lacked, found.wanted, thin_old, thin_new) * width
     on_gpu = lacked[: space.num_devices]
-    # A node is spared what its places make themselves, unless another of them wants the same.
-    alone = masters if all(_alone(s) for s in new) or not _is_sharded(holders) else []
-    nodes = lack(new, [*old, *alone], len(space.names), weigh, by_node=True)
-    per_node = np.bincount(space.node_of, minlength=len(space.names)).max()
-    node_in = _thinned(nodes.lacked, nodes.wanted, min(1.0, mixed_old * per_node), min(1.0, mixed_new * per_node))
-    node_in = node_in * width
     loads.moved_bytes += float(on_gpu.sum())
     loads.gpu_in_s += on_gpu * space.gpu_s
-    loads.node_in_bytes += node_in
-    wanted, had = places.wanted[: space.num_devices] * width, held.held[: space.num_devices] * width
-    overlap = wanted - held.lacked[: space.num_devices] * width
+    wanted, had = (
+        found.wanted[: space.num_devices] * width * thin_new,
+        found.held[: space.num_devices] * width * thin_old,
+    )
+    stays = found.same[: space.num_devices] * width
     if not (ranged and len({h.part.layout.tp for h in holders}) == 1):
         # One storage is what a rank has of a tensor: it stays where it is the same (ranges have most tensors whole).
-        overlap = np.where(np.isclose(wanted, had) & np.isclose(wanted, overlap), overlap, 0.0)
-    stays = np.minimum(overlap, had)
+        unequal = np.maximum(abs(wanted - had), abs(wanted - stays)) > 1e-6 * wanted
+        stays = np.where(unequal, 0.0, stays)
+    stays = np.minimum(stays, had)
     loads.kept_bytes += stays
     loads.old_bytes += had - stays
     loads.new_bytes += wanted - stays
+    if lacked.max(initial=0.0) < 1.0:
+        return
+    # A node is spared what its places make themselves, unless another of them wants the same.
+    spared = masters if masters and (not _is_sharded(holders) or all(_alone(s) for s in new)) else []
+    nodes = lack_by_node(new, [*old, *spared], len(space.names), weigh)
     if in_host:
-        _host_places(loads, new, old, lacked[space.num_devices :], weigh, width, space)
+        _host_places(loads, holders, new, [*old, *spared], nodes, lacked[space.num_devices :], weigh, width, space)
+    per_node = float(space.gpus.max())
+    node_in = _thinned(nodes.lacked, nodes.wanted, min(1.0, thin_old * per_node), min(1.0, thin_new * per_node))
+    node_in = node_in * width
+    loads.node_in_bytes += node_in
     # What only one node has leaves it at least once, and a GPU that alone has it sends it.
     leaving = _leaving(nodes.held, node_in, nodes.wanted, once, width)
+    if leaving is None:
+        return
     loads.node_out_bytes += leaving
-    if leaving.any() and held.held.sum() <= FEW_HOLDERS * once:
-        share = held.held.reshape(-1, space.num_devices).sum(axis=0)
-        per_node = np.maximum(np.bincount(space.node_of, weights=share, minlength=len(leaving)), 1.0)
-        loads.gpu_out_s += share * (leaving / per_node)[space.node_of] * space.pcie_s
+    if found.held.sum() <= FEW_HOLDERS * once:
+        share = found.held.reshape(-1, space.num_devices).sum(axis=0)
+        on_node = np.maximum(np.bincount(space.node_of, weights=share, minlength=len(leaving)), 1.0)
+        loads.gpu_out_s += share * (leaving / on_node)[space.node_of] * space.pcie_s
 
 
-def _shares(holder: _Holder, slot: str, grid: Grid, ends: FloatArray | None, space: Space) -> Shares:
-    part, layout = holder.part, holder.part.layout
-    expert = grid.component == EXPERTS
-    rule, count = part.shards(slot, expert=expert)
-    coords = rank_coordinates(layout)
-    tied = part.model.arch.tied_embeddings and part.model.head == "lm" and (holder.old or layout.pp > 1)
-    share = coords.expert_shard if expert else coords.shard
-    by_rows = rule in (SHARD_DIM0, SHARD_PARAM)
-    column = coords.expert if expert else coords.tp
-    lo, hi = np.zeros(layout.num_ranks), np.ones(layout.num_ranks)
-    if ends is not None:
-        borders = np.zeros((layout.pp, 2))
-        for stage, first, stop in layer_runs(layout):
-            last = stop + (tied and stage == layout.pp - 1 and layout.pp > 1)
-            borders[stage] = ends[first], ends[last]
-        lo, hi = borders[coords.pp, 0], borders[coords.pp, 1]
-        if rule == SHARD_FLAT:
-            lo, hi = lo + (hi - lo) * share / count, lo + (hi - lo) * (share + 1) / count
-    elif grid.component == BY_ROWS:  # all rows of the model on one axis, whatever cuts them
-        parts = layout.tp * count
-        lo, hi = (column * count + share) / parts, (column * count + share + 1) / parts
-    elif rule != SHARD_NONE:
-        lo, hi = share / count, (share + 1) / count
-    row_shards = count if grid.component == BY_ROWS and by_rows and ends is not None else 1
-    sets = bit_sets(grid, layout, tied, row_shards)
-    cells = sets[coords.pp, column * row_shards + share if row_shards > 1 else column]
+@dataclass(frozen=True, slots=True, eq=False)
+class _Found:
+    """Elements per place; ``same``: wanted and held, ``lacked``: neither held nor derived."""
+
+    wanted: FloatArray
+    held: FloatArray
+    same: FloatArray
+    lacked: FloatArray
+
+
+def _disjoint(shares: Sequence[Shares], num_places: int) -> bool:
+    if len(shares) == 1:
+        return True
+    return int(np.bincount(np.concatenate([s.place for s in shares]), minlength=num_places).max()) <= 1
+
+
+def _direct(
+    new: Sequence[Shares], old: Sequence[Shares], masters: Sequence[Shares], weigh: FloatArray, num_places: int
+) -> _Found:
+    """No place has two copies: intersections of pairs, and inclusion-exclusion with what a rank derives of its own."""
+    wanted, held, same, derived = (np.zeros(num_places) for _ in range(4))
+    for shares in new:
+        wanted[shares.place] += shares.size
+    for shares in masters:
+        derived[shares.place] += shares.size
+    for source in old:
+        held[source.place] += source.size
+        rank_at = np.full(num_places, -1)
+        rank_at[source.place] = np.arange(len(source.place))
+        for shares in new:
+            same[shares.place] += overlap(shares, source, rank_at[shares.place], weigh)
+        for shares in masters:
+            derived[shares.place] -= overlap(shares, source, rank_at[shares.place], weigh)
+    return _Found(wanted, held, same, np.maximum(wanted - same - derived, 0.0))
+
+
+def _united(
+    new: Sequence[Shares], old: Sequence[Shares], masters: Sequence[Shares], weigh: FloatArray, num_places: int
+) -> _Found:
+    found = lack(new, old, num_places, weigh)
+    lacked = lack(new, [*old, *masters], num_places, weigh).lacked if masters else found.lacked
+    return _Found(found.wanted, found.held, found.wanted - found.lacked, lacked)
+
+
+def _shares(holder: _Holder, slot: str, grid: Grid, key: TableKey, ranged: bool, space: Space) -> Shares:
+    part = holder.part
+    rule, count = part.shards(slot, expert=grid.component == EXPERTS)
+    tied = part.model.arch.tied_embeddings and part.model.head == "lm" and (holder.old or part.layout.pp > 1)
+    found = coordinate_shares(grid, part.layout, rule, count, tied, key, ranged)
     place = holder.devices
     if holder.slot.host:
         place = np.where(place >= 0, place + space.num_devices, -1)
-    return Shares(lo, hi, cells, place, holder.nodes)
+    memo = part.where.memo if holder.nodes is part.where.node else None
+    return Shares(found.lo, found.hi, found.cells, found.size, place, holder.nodes, memo, found)
 
 
-def _masters(holder: _Holder, grid: Grid, ends: FloatArray | None, space: Space) -> list[Shares]:
+def _masters(holder: _Holder, grid: Grid, key: TableKey, ranged: bool, space: Space) -> list[Shares]:
     """Half-precision weights that a new copy rounds from the fp32 masters of the same memory."""
     part = holder.part
     master = part.slot("master", "fp32")
@@ -220,7 +255,7 @@ def _masters(holder: _Holder, grid: Grid, ends: FloatArray | None, space: Space)
     share = part.shards("master", expert=False)[1] / part.shards("weight", expert=False)[1]
     if 1.0 / share < MIN_DERIVED_SHARE:
         return []
-    return [_shares(holder, "master", grid, ends, space)]
+    return [_shares(holder, "master", grid, key, ranged, space)]
 
 
 def _is_sharded(holders: Sequence[_Holder]) -> bool:
@@ -250,21 +285,23 @@ def _thinned(lacked: FloatArray, wanted: FloatArray, old: float, new: float) -> 
 
 def _host_places(
     loads: Loads,
+    holders: Sequence[_Holder],
     new: Sequence[Shares],
     old: Sequence[Shares],
+    nodes: Lack,
     lacked: FloatArray,
     weigh: FloatArray,
     width: float,
     space: Space,
 ) -> None:
     """Bytes enter a node's host memory once; what further processes of the node lack is copied there."""
-
-    def of_host(shares: Sequence[Shares]) -> list[Shares]:
-        return [s for s in shares if bool((s.place >= space.num_devices).any())]
-
-    if not of_host(new):
+    wanted = [s for s, h in zip(new, (h for h in holders if not h.old), strict=True) if h.slot.host]
+    if not wanted:
         return
-    found = lack(of_host(new), of_host(old), len(space.names), weigh, by_node=True)
+    found = nodes
+    if not all(h.slot.host for h in holders):
+        there = [s for s in old if int(s.place.min()) >= space.num_devices]
+        found = lack_by_node(wanted, there, len(space.names), weigh)
     moved = found.lacked * width
     loads.moved_bytes += float(moved.sum())
     per_node = np.bincount(space.node_of, weights=lacked, minlength=len(moved))
@@ -273,11 +310,11 @@ def _host_places(
     loads.gpu_in_s += share * moved[space.node_of] * space.pcie_s
 
 
-def _leaving(held: FloatArray, taken: FloatArray, wanted: FloatArray, once: float, width: float) -> FloatArray:
+def _leaving(held: FloatArray, taken: FloatArray, wanted: FloatArray, once: float, width: float) -> FloatArray | None:
     """Bytes that leave each node at least once, spread over the nodes as they hold them; none where copies lie on
     several."""
     if not taken.any() or held.sum() > FEW_HOLDERS * once:
-        return np.zeros_like(taken)
+        return None
     copies = max(1.0, float(wanted.sum()) / once)
     found: FloatArray = held / max(float(held.sum()), 1.0) * min(float(taken.sum()) / copies, once * width)
     return found
@@ -296,9 +333,9 @@ def _one_sided(
         if holder.slot.host:
             continue
         alive = share.alive()
-        sizes = weigh[np.arange(len(weigh)), alive.cells].sum(axis=1) * (alive.hi - alive.lo) * width
+        num_bytes = alive.size * width
         target = loads.old_bytes if holder.old else loads.new_bytes
-        target += np.bincount(alive.place, weights=sizes, minlength=space.num_devices)
+        target += np.bincount(alive.place, weights=num_bytes, minlength=space.num_devices)
         if not holder.old:
             loads.fresh.append(f"{holder.part.stage} {holder.slot.name}")
 

@@ -2,8 +2,8 @@
 
 A rank's share is an interval of one long axis times a set of grid cells. The long axis is the order of the model where
 a slot is cut into ranges over layers (ZeRO's flat buffers); else it is the part of every tensor that a share has
-(FSDP's rows), and 0 .. 1 where nothing is sharded. Unions are exact on these: per group the intervals' ends are sorted, and
-between two ends the cells of whoever covers them are or-ed.
+(FSDP's rows), and 0 .. 1 where nothing is sharded. Unions are exact on these: per group the intervals' ends are sorted,
+and between two ends the cells of whoever covers them are or-ed. Nodes that want and hold alike are treated once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from nereus.passes.coarse_grid import ByteArray, FloatArray
 
 BoolArray = npt.NDArray[np.bool_]
 #: From this many groups on, equal ones are looked for first.
-MANY_GROUPS = 24
+MANY_GROUPS = 8
+_SALT = np.random.default_rng(7).random(4096)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,17 +31,61 @@ class Shares:
     lo: FloatArray
     hi: FloatArray
     cells: ByteArray
+    size: FloatArray  # elements
     place: IntArray
     node: IntArray
+    #: Where the same per node is remembered, if these are all ranks of a plan's copy: see ``joined``.
+    memo: dict[object, Joined] | None = None
+    key: object = None
 
     def alive(self) -> Shares:
-        keep = self.place >= 0
-        if bool(keep.all()):
+        if not len(self.place) or int(self.place.min()) >= 0:
             return self
-        return Shares(self.lo[keep], self.hi[keep], self.cells[keep], self.place[keep], self.node[keep])
+        return self.take(self.place >= 0)
 
-    def take(self, keep: BoolArray) -> Shares:
-        return Shares(self.lo[keep], self.hi[keep], self.cells[keep], self.place[keep], self.node[keep])
+    def take(self, keep: BoolArray | IntArray) -> Shares:
+        return Shares(
+            self.lo[keep], self.hi[keep], self.cells[keep], self.size[keep], self.place[keep], self.node[keep]
+        )
+
+    def joined(self, num_nodes: int) -> Joined:
+        if self.memo is None:
+            return self._joined(num_nodes)
+        key = (num_nodes, self.key)
+        if key not in self.memo:
+            self.memo[key] = self._joined(num_nodes)
+        return self.memo[key]
+
+    def _joined(self, num_nodes: int) -> Joined:
+        found = self._merged()
+        value = found.cells @ _SALT[: found.cells.shape[1]] + found.lo * _SALT[-1] + found.hi * _SALT[-2]
+        signature = np.bincount(found.node, weights=np.sqrt(value + 1.0), minlength=num_nodes).astype(np.float64)
+        return Joined(found, signature)
+
+    def _merged(self) -> Shares:
+        """The same per node, in fewer rows: ranks beside each other in a node that have one interval, or intervals that
+        follow each other, of the same cells."""
+        if len(self.lo) < 2:
+            return Shares(self.lo, self.hi, self.cells, self.size, self.node, self.node)
+        new_node = self.node[1:] != self.node[:-1]
+        begin = np.flatnonzero(new_node | (self.lo[1:] != self.lo[:-1]) | (self.hi[1:] != self.hi[:-1])) + 1
+        first = np.concatenate(([0], begin))
+        cells = np.bitwise_or.reduceat(self.cells, first, axis=0) if len(first) < len(self.lo) else self.cells
+        lo, hi, node = self.lo[first], self.hi[first], self.node[first]
+        follows = (node[1:] == node[:-1]) & (lo[1:] == hi[:-1]) & (cells[1:] == cells[:-1]).all(axis=1)
+        if follows.any():
+            begins = np.concatenate(([True], ~follows))
+            ends = np.concatenate((~follows, [True]))
+            lo, hi, node, cells = lo[begins], hi[ends], node[begins], cells[begins]
+        return Shares(lo, hi, cells, lo, node, node)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Joined:
+    """Shares by node. ``signature``: alike for nodes whose ranks have alike shares (a sum of irrational numbers)."""
+
+    shares: Shares
+    signature: FloatArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,22 +104,37 @@ class _Packed:
     cells: ByteArray  # [groups, members, bytes]
 
 
-def lack(
-    wanted: Sequence[Shares], held: Sequence[Shares], num_groups: int, weigh: FloatArray, *, by_node: bool
-) -> Lack:
+def lack_by_node(wanted: Sequence[Shares], held: Sequence[Shares], num_nodes: int, weigh: FloatArray) -> Lack:
     """``weigh``: elements of every byte of a bit set, per unit of the long axis."""
+    joined = [s.joined(num_nodes) for s in (*wanted, *held)]
+    new, old = [j.shares for j in joined[: len(wanted)]], [j.shares for j in joined[len(wanted) :]]
+    if num_nodes < MANY_GROUPS:
+        return lack(new, old, num_nodes, weigh)
+    key = joined[0].signature
+    for number in range(1, len(joined)):
+        key = key + joined[number].signature * (1.0 + _SALT[number])
+    # Rounded, so that alike are alike in whatever order their ranks were added.
+    _, first, inverse = np.unique(np.round(key, 9), return_index=True, return_inverse=True)
+    if 2 * len(first) > num_nodes:
+        return lack(new, old, num_nodes, weigh)
+    number_of = np.full(num_nodes, -1)
+    number_of[first] = np.arange(len(first))
+
+    def of_first(shares: Shares) -> Shares:
+        found = shares.take(number_of[shares.node] >= 0)
+        group = number_of[found.node]
+        return Shares(found.lo, found.hi, found.cells, found.size, group, group)
+
+    few = lack([of_first(s) for s in new], [of_first(s) for s in old], len(first), weigh)
+    return Lack(few.wanted[inverse], few.held[inverse], few.lacked[inverse])
+
+
+def lack(wanted: Sequence[Shares], held: Sequence[Shares], num_groups: int, weigh: FloatArray) -> Lack:
+    """By ``place``. ``weigh`` as above."""
     num_bytes = len(weigh)
-    new = _pack(wanted, num_groups, num_bytes, by_node)
-    old = _pack(held, num_groups, num_bytes, by_node)
-    inverse: IntArray | None = None
-    if num_groups >= MANY_GROUPS:
-        first, inverse = _distinct(new, old)
-        if 2 * len(first) <= num_groups:
-            new, old = (_Packed(p.lo[first], p.hi[first], p.cells[first]) for p in (new, old))
-        else:
-            inverse = None
+    new, old = _pack(wanted, num_groups, num_bytes), _pack(held, num_groups, num_bytes)
     ends = np.concatenate((new.lo, new.hi, old.lo, old.hi), axis=1)
-    if ends.shape[1] and bool((ends == ends[0, 0]).all() or _two_valued(ends)):
+    if ends.shape[1] and _two_valued(ends):
         ends = np.broadcast_to(np.array([ends.min(), ends.max()]), (len(ends), 2))
     else:
         ends = np.sort(ends, axis=1)
@@ -84,9 +144,18 @@ def lack(
 
     def measure(cells: ByteArray) -> FloatArray:
         found: FloatArray = (weigh[which, cells].sum(axis=2) * length).sum(axis=1)
-        return found if inverse is None else found[inverse]
+        return found
 
     return Lack(measure(want), measure(have), measure(want & ~have))
+
+
+def overlap(new: Shares, old: Shares, source: IntArray, weigh: FloatArray) -> FloatArray:
+    """Elements that rank i of ``new`` wants and rank ``source[i]`` of ``old`` has; 0 where that is -1."""
+    low = np.maximum(new.lo, old.lo[source])
+    length = np.where(source >= 0, np.minimum(new.hi, old.hi[source]) - low, 0.0)
+    cells = new.cells & old.cells[source]
+    found: FloatArray = weigh[np.arange(len(weigh)), cells].sum(axis=1) * np.maximum(length, 0.0)
+    return found
 
 
 def _two_valued(ends: FloatArray) -> bool:
@@ -94,8 +163,8 @@ def _two_valued(ends: FloatArray) -> bool:
     return bool(((ends == low) | (ends == high)).all())
 
 
-def _pack(shares: Sequence[Shares], num_groups: int, num_bytes: int, by_node: bool) -> _Packed:
-    groups = [s.node if by_node else s.place for s in shares]
+def _pack(shares: Sequence[Shares], num_groups: int, num_bytes: int) -> _Packed:
+    groups = [s.place for s in shares]
     if not groups:
         return _Packed(
             np.zeros((num_groups, 0)), np.zeros((num_groups, 0)), np.zeros((num_groups, 0, num_bytes), dtype=np.uint8)
@@ -135,14 +204,3 @@ def _covered(packed: _Packed, begin: FloatArray, end: FloatArray) -> ByteArray:
         covers = (packed.lo[:, member, None] <= begin) & (packed.hi[:, member, None] >= end)
         found |= packed.cells[:, member, None, :] * covers[:, :, None]
     return found
-
-
-def _distinct(*sides: _Packed) -> tuple[IntArray, IntArray]:
-    """First of every kind of group, and the kind of each."""
-    key = np.zeros(len(sides[0].lo))
-    salt = np.random.default_rng(7)
-    for side in sides:
-        for values in (side.lo, side.hi, side.cells.reshape(len(side.cells), -1)):
-            key += values @ salt.random(values.shape[1])
-    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-    return first, inverse

@@ -7,9 +7,10 @@ array per axis, closed forms of the rank order) and the node and GPU of every ra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
@@ -55,6 +56,8 @@ class Where:
 
     node: IntArray
     gpu: IntArray
+    #: What follows from it and a layout alone, remembered.
+    memo: dict[object, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

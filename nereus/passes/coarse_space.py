@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -26,12 +26,19 @@ class Space:
     gpu_s: FloatArray  # per device
     pcie_s: FloatArray  # per device
     nic_s: FloatArray  # per node
+    _devices: dict[int, IntArray] = field(default_factory=dict)
 
     def nodes(self, side: Side, where: Where) -> IntArray:
         return self.old_node[where.node] if side.node_names != self.names else where.node
 
     def devices(self, side: Side, where: Where) -> IntArray:
         """Device of every rank, -1 where it is lost."""
+        known = self._devices.get(id(where))
+        if known is None:
+            known = self._devices[id(where)] = self._find(side, where)
+        return known
+
+    def _find(self, side: Side, where: Where) -> IntArray:
         node = self.nodes(side, where)
         found: IntArray = self.first[node] + where.gpu
         lost = (node < 0) | (where.gpu >= self.gpus[node])
@@ -41,7 +48,7 @@ class Space:
         """Number here of every device of ``side``."""
         node = np.repeat(np.arange(len(side.node_gpus)), side.node_gpus)
         gpu = np.arange(len(node)) - np.repeat(np.cumsum(side.node_gpus) - side.node_gpus, side.node_gpus)
-        return self.devices(side, Where(node, gpu))
+        return self._find(side, Where(node, gpu))
 
 
 def space_of(old: Side, new: Side) -> Space:

@@ -15,9 +15,18 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_compile_options(parser)
+    parser.add_argument(
+        "--coarse",
+        action="store_true",
+        help="estimate bytes, transfer and stop from the layouts alone; nothing is compiled, placed or checked",
+    )
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
+    if args.coarse:
+        from nereus.cli.transition.coarse import report_estimate
+
+        return report_estimate(args, out)
     from nereus.cli.transition.compiling import compile_files
 
     return report(compile_files(args, out), args, out)

@@ -42,10 +42,8 @@ class Compiled:
 def compile_files(args: argparse.Namespace, out: Output) -> Compiled:
     """Load OLD and NEW, compile, print diagnostics to stderr, and what the debug options ask for."""
     pipeline, printed = pipeline_of(args), printed_passes(args)
-    if args.old == STDIN and args.new == STDIN:
-        raise UsageError("standard input (-) can be read once only")
-    sides = [_load(path) for path in (args.old, args.new)]
-    diagnostics = _errors_first(d for side in sides for d in side.diagnostics)
+    sides = load_sides(args)
+    diagnostics = errors_first(d for side in sides for d in side.diagnostics)
     transition = None
     old, new = sides[0].plan, sides[1].plan
     if old is not None and new is not None and not has_errors(diagnostics):
@@ -60,9 +58,9 @@ def compile_files(args: argparse.Namespace, out: Output) -> Compiled:
         gc.disable()
         try:
             transition = compile_transition(old, new, pipeline, allow_destroy=args.allow_destroy, hooks=hooks)
-            diagnostics = _errors_first((*transition.warnings, *diagnostics))
+            diagnostics = errors_first((*transition.warnings, *diagnostics))
         except DiagnosticError as error:
-            diagnostics = _errors_first((*error.diagnostics, *diagnostics))
+            diagnostics = errors_first((*error.diagnostics, *diagnostics))
         finally:
             gc.enable()
     out.diagnostics(diagnostics)
@@ -75,6 +73,13 @@ def compile_files(args: argparse.Namespace, out: Output) -> Compiled:
         transition=transition,
         diagnostics=diagnostics,
     )
+
+
+def load_sides(args: argparse.Namespace) -> tuple[LoadResult, LoadResult]:
+    """OLD and NEW. UsageError."""
+    if args.old == STDIN and args.new == STDIN:
+        raise UsageError("standard input (-) can be read once only")
+    return _load(args.old), _load(args.new)
 
 
 def print_timings(transition: Transition, out: Output) -> None:
@@ -92,7 +97,7 @@ def _load(path: str) -> LoadResult:
     return load_plan(path)
 
 
-def _errors_first(diagnostics: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
+def errors_first(diagnostics: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
     """Each once (both plans may share a base), errors before the rest."""
     found: list[Diagnostic] = []
     for diagnostic in diagnostics:
