@@ -169,7 +169,8 @@ def _add_slots(
     if lacked.max(initial=0.0) < 1.0:
         return
     # A node is spared what its places make themselves, unless another of them wants the same.
-    spared = masters if masters and (not _is_sharded(holders) or all(_alone(s) for s in new)) else []
+    makes_own = len(masters) == len(new) and (not _is_sharded(holders) or all(_alone(s) for s in new))
+    spared = masters if makes_own else []
     nodes = lack_by_node(new, [*old, *spared], len(space.names), weigh)
     if in_host:
         _host_places(loads, holders, new, [*old, *spared], nodes, lacked[space.num_devices :], weigh, width, space)

@@ -358,3 +358,18 @@ def test_passes(nereusc):
     text = nereusc("passes").stdout
     assert document["pipeline"] in text
     assert "horizon_steps = 100" in text
+
+
+def test_coarse_is_an_estimate_and_says_so(nereusc):
+    ran = nereusc("diff", "--coarse", "ppo-8b-2k.plan", "ppo-8b-4k.plan")
+    assert ran.code == 0, ran.stderr
+    assert ran.stdout.splitlines()[1].startswith("estimate, for the placement as listed: nothing was compiled")
+    found = json.loads(nereusc("diff", "--coarse", "--json", "ppo-8b-2k.plan", "ppo-8b-4k.plan").stdout)
+    assert found["kind"] == "coarse" and found["ok"]
+    assert found["estimate"]["moved_bytes"] > 100e9
+
+
+def test_coarse_takes_no_option_of_a_compilation(nereusc):
+    ran = nereusc("diff", "--coarse", "--detail", "ppo-8b-2k.plan", "ppo-8b-4k.plan")
+    assert ran.code == 64
+    assert "--coarse compiles nothing" in ran.stderr
