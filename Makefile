@@ -99,6 +99,7 @@ fmt: $(DEV_STAMP)
 bench: $(RUN_STAMP)
 	$(BIN)/python benchmarks/compile_time.py
 	$(BIN)/python benchmarks/suite.py $(BENCH_ARGS)
+	$(BIN)/python benchmarks/coarse.py
 
 soak: $(DEV_STAMP)
 	$(TEST_ENV) $(BIN)/python benchmarks/soak_sim.py $(SOAK_ARGS)
