@@ -92,6 +92,14 @@ class CoarseProblem:
             ):
                 limits.add((room, tuple(rows)))
         self.limits = sorted(limits)
+        self.groups_of: list[list[tuple[int, ...]]] = [[] for _ in self.ops]
+        for group in self.exclusive:
+            for at in group:
+                self.groups_of[at].append(group)
+        self.limits_of: list[list[tuple[int, tuple[tuple[int, int, int], ...]]]] = [[] for _ in self.ops]
+        for limit in self.limits:
+            for at, _, _ in limit[1]:
+                self.limits_of[at].append(limit)
 
     def makespan(self, start: Sequence[int]) -> int:
         return max((at + size for at, size in zip(start, self.ticks, strict=True)), default=0)
@@ -143,17 +151,38 @@ class CoarseProblem:
             max(((r - s) for r, s in zip(op.running_bytes, op.after_bytes, strict=False)), default=0) for op in self.ops
         ]
         fits = True
-        while any(at < 0 for at in start):
-            ready = [n for n in range(count) if start[n] < 0 and all(start[a] >= 0 for a in self.after[n])]
-            choices = []
-            for n in ready:
+        waiting = {n: sum(1 for _ in self.after[n]) for n in range(count)}
+        followers: dict[int, list[int]] = {}
+        for n, before in enumerate(self.after):
+            for a in before:
+                followers.setdefault(a, []).append(n)
+        ready = {n for n in range(count) if not waiting[n]}
+        known: dict[int, tuple[tuple[object, ...], int, bool]] = {}  # of those that nothing placed since touches
+        sharing = self._sharing()
+        while ready:
+            for n in ready - known.keys():
                 moment, fit = self._first_moment(n, start)
                 first = (-alone[n], moment) if roomy_first else (moment, self.ops[n].rank)
-                choices.append(((not fit, *first, -self.ticks[n], n), moment, fit))
-            key, moment, fit = min(choices)
-            start[key[-1]] = moment
+                known[n] = ((not fit, *first, -self.ticks[n], n), moment, fit)
+            chosen = min(ready, key=lambda n: known[n][0])
+            _, start[chosen], fit = known[chosen]
             fits &= fit
+            ready.remove(chosen)
+            for n in (chosen, *sharing[chosen]):
+                known.pop(n, None)
+            for n in followers.get(chosen, ()):
+                waiting[n] -= 1
+                if not waiting[n]:
+                    ready.add(n)
         return start, fits
+
+    def _sharing(self) -> list[set[int]]:
+        """Per operation: those with which it shares a device or memory."""
+        found: list[set[int]] = [set() for _ in self.ops]
+        for group in (*self.exclusive, *([n for n, _, _ in rows] for _, rows in self.limits)):
+            for n in group:
+                found[n].update(group)
+        return found
 
     def _first_moment(self, number: int, start: Sequence[int]) -> tuple[int, bool]:
         size = self.ticks[number]
@@ -165,14 +194,10 @@ class CoarseProblem:
         return max(least, max(ends, default=0)), False
 
     def _fits(self, number: int, moment: int, size: int, start: Sequence[int]) -> bool:
-        for group in self.exclusive:
-            if number in group and any(
-                start[n] >= 0 and start[n] < moment + size and moment < start[n] + self.ticks[n] for n in group
-            ):
+        for group in self.groups_of[number]:
+            if any(start[n] >= 0 and start[n] < moment + size and moment < start[n] + self.ticks[n] for n in group):
                 return False
-        for room, rows in self.limits:
-            if all(n != number for n, _, _ in rows):
-                continue
+        for room, rows in self.limits_of[number]:
             placed = [(moment if n == number else start[n], n, run, rest) for n, run, rest in rows]
             placed = [entry for entry in placed if entry[0] >= 0]
             for at in {begin for begin, *_ in placed} | {begin + self.ticks[n] for begin, n, *_ in placed}:
