@@ -40,10 +40,9 @@ class ClassOrder:
 def class_order(region: int, needs: Sequence[IntArray]) -> ClassOrder:
     """``needs``: the interval numbers of each demand for the class, ascending."""
     rows = max(needs, key=len)
-    if any(len(need) != len(rows) for need in needs) or len(needs) > 1:
-        rows = np.unique(np.concatenate(needs))
-    if all(len(need) == len(rows) for need in needs):
+    if all(need is rows or np.array_equal(need, rows) for need in needs):
         return ClassOrder(region=region, rows=rows)
+    rows = np.unique(np.concatenate(needs))
     # Rows that the same demands lack get one number; few demands lack few rows, so the numbers are built from those.
     mark = np.zeros(len(rows), dtype=np.int64)
     for need in needs:

@@ -22,7 +22,6 @@ class Links:
         self.intra = [1.0 / min(gpu.intra_bytes_per_s, gpu.intra_peer_bytes_per_s) for gpu in gpus]
         self.pcie = [1.0 / gpu.pcie_bytes_per_s for gpu in gpus]
         self.nic = [1.0 / node.nic_bytes_per_s for node in topology.nodes]
-        self._rates: dict[tuple[int, int], tuple[str, float, float, float]] = {}
 
     def node(self, place: int) -> int:
         return self.node_of[place % self.num_devices]
@@ -44,20 +43,16 @@ class Links:
         return num_bytes * out_rate, num_bytes * in_rate, num_bytes * nic_rate
 
     def rates(self, src: int, dst: int) -> tuple[str, float, float, float]:
-        """Link class, and seconds per byte on the three ports; looked up once per pair of places."""
-        key = (src, dst)
-        known = self._rates.get(key)
-        if known is None:
-            known = self._rates[key] = self._find_rates(src, dst)
-        return known
-
-    def _find_rates(self, src: int, dst: int) -> tuple[str, float, float, float]:
-        src_node, dst_node = self.node(src), self.node(dst)
+        """Link class, and seconds per byte on the three ports: source device, destination device, both NICs."""
+        num_devices, node_of = self.num_devices, self.node_of
+        src_node, dst_node = node_of[src % num_devices], node_of[dst % num_devices]
+        if src_node != dst_node:
+            nic = self.nic
+            slower = nic[src_node] if nic[src_node] > nic[dst_node] else nic[dst_node]
+            return INTER, self.pcie[src_node], self.pcie[dst_node], slower
         kind = self.link(src, dst)
         if kind == LOCAL:
             return kind, 0.0, 0.0, 0.0
-        if kind == INTER:
-            return kind, self.pcie[src_node], self.pcie[dst_node], max(self.nic[src_node], self.nic[dst_node])
-        through_host = src >= self.num_devices or dst >= self.num_devices
+        through_host = src >= num_devices or dst >= num_devices
         rate = self.pcie[src_node] if through_host else self.intra[src_node]
         return kind, rate, rate, 0.0

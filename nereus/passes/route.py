@@ -99,6 +99,7 @@ class _Router:
         self.ports = Ports(gpu_out=[0.0] * devices, gpu_in=[0.0] * devices, nic_out=[0.0] * nodes, nic_in=[0.0] * nodes)
         self.stripes: list[Stripe] = []
         self.widths = [table.element_bytes for table in diff.tables]
+        self.sizes = [table.stop - table.start for table in diff.tables]
         self.regions: list[Intervals] = []
         self.orders: dict[tuple[int, int], ClassOrder] = {}
         self.relays: dict[int, Relays] = {}  # by region (a class)
@@ -161,7 +162,7 @@ class _Router:
         table = self.diff.tables[demands[0].table]
         order = class_order(len(self.regions), [d.intervals for d in demands])
         self.regions.append(Intervals(table.cell[order.rows], table.start[order.rows], table.stop[order.rows]))
-        return order.with_sizes(table.stop - table.start)
+        return order.with_sizes(self.sizes[demands[0].table])
 
     def _ranges(self, demand: Demand) -> tuple[int, list[tuple[int, int]]]:
         """The region (all of the demand's class) and what the demand lacks of it, as ranges of its elements."""
