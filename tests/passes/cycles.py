@@ -143,7 +143,8 @@ def check_tight(transition: Transition, seed: int) -> None:
             assert np.array_equal(outcome.buffers[key], ids), key
     memory, topology, life = transition.memory, transition.topology, transition.life
     number: dict[object, int] = {d: i for i, d in enumerate(topology.devices)}
-    number |= {entry.name: topology.num_devices + at for at, entry in enumerate(topology.nodes)}
+    # GPUs that a living node lost are a node of their own, with the same name.
+    number |= {n.name: topology.num_devices + at for at, n in enumerate(topology.nodes) if topology.alive[at]}
     processes = np.zeros_like(memory.capacity)
     processes[: topology.num_devices] = life.before_bytes
     for op in life.ops:

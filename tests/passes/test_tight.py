@@ -14,9 +14,9 @@ from passes.profiles import examples
 
 from nereus.ir.diagnostic import DiagnosticError
 from nereus.ir.plan import Plan
-from nereus.passes.compiled import Transition
 from nereus.passes.manager import Pipeline
 from nereus.passes.pipeline import compile_transition
+from nereus.passes.tight import Stuck
 
 
 def with_capacity(plan: Plan, gpu_bytes: int, host_bytes: int) -> Plan:
@@ -70,7 +70,7 @@ def test_tight_mode_where_asked_for(pair: tuple[Plan, Plan], options: Pipeline, 
 @given(pairs(), st.integers(0, 999))
 def test_the_bound_is_enough(pair: tuple[Plan, Plan], seed: int) -> None:
     """Within max(before, after), staging and the largest storage everything gets through, and hardly ever by way of
-    host memory; with no spare at all, by way of host memory."""
+    host memory; with no spare at all, by way of host memory, where the full device has anything that may go there."""
     options = pipeline(400, 40, 4000)
     roomy = compile_or_confirm(*pair, options)
     assume(roomy is not None)
@@ -83,6 +83,9 @@ def test_the_bound_is_enough(pair: tuple[Plan, Plan], seed: int) -> None:
     none[:count] = case.memory.tight_base[:count] + np.maximum(state.new - state.old, 0)[:count]
     for capacity in (bound, none):
         done = case.tight(replace(case.memory, capacity=capacity))
-        assert isinstance(done, Transition)
+        if isinstance(done, Stuck):
+            assert capacity is none and done.need_bytes > done.free_bytes and done.host_short_bytes is None, done
+            event("no spare, refused")
+            continue
         event(f"{'bound' if capacity is bound else 'no spare'}, staged {bool(done.schedule.staged)}")
         check_tight(done, seed)
