@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,3 +65,15 @@ workload {
 stage actor.generate { on = n[0-1].gpu[0-7]  tp = 2  engine = vllm  kv_cache = 20 GiB  idle = offload }
 stage actor.train { on = n[0-1].gpu[0-7]  tp = 2  pp = 2  backend = megatron  optimizer = adam  recompute = full }
 """
+
+
+#: A pair of plans in tests/plans whose transition is small and has relays.
+SAVED_PAIR = ("overlap-before.plan", "overlap-after.plan")
+
+
+def change_document(path: Path, edit: Callable[[dict[str, Any]], None]) -> str:
+    """``path``, whose document ``edit`` has changed."""
+    document = json.loads(path.read_text())
+    edit(document)
+    path.write_text(json.dumps(document))
+    return str(path)

@@ -40,9 +40,6 @@ class Schedule:
     #: after which it leaves host memory).
     staged: dict[StorageKey, tuple[int, int]] = field(default_factory=dict)
 
-    def wave_of_storage(self, key: StorageKey) -> int:
-        return self.acquire.get(key, 0)
-
 
 def expand_slices(
     num_bytes: IntArray, wave: IntArray, slices: IntArray, quantum: IntArray

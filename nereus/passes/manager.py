@@ -135,9 +135,13 @@ class Instrument:
         assert name in PASSES, name
         with self.timed(name):
             result = work()
+        self.show(name, result)
+        return result
+
+    def show(self, name: str, result: object) -> None:
+        """``result`` of pass ``name`` to every hook."""
         for hook in self.hooks:
             hook(name, result)
-        return result
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -15,13 +16,12 @@ from nereus.ir.plan import Plan
 from nereus.ir.schedule import Schedule, StorageKey
 from nereus.ir.units import MIB
 from nereus.models.memory import check_memory
-from nereus.passes import check as verifier
 from nereus.passes import refusals
 from nereus.passes.certify import certify, stop_timeline
-from nereus.passes.check_storages import check_edges, check_lifetimes
 from nereus.passes.compiled import Transition, transition_digest
 from nereus.passes.dag import build_dag
 from nereus.passes.diff import Diff, diff
+from nereus.passes.findings import all_findings
 from nereus.passes.hold import hold
 from nereus.passes.lifecycle import Lifecycle, lifecycle
 from nereus.passes.lower import lower
@@ -87,20 +87,12 @@ def compile_transition(
             topology,
             memory.state.new,
             memory.state.old,
-            _storage_bytes(schedule.acquire, storages, topology, new=True),
-            _storage_bytes(schedule.release, storages, topology, new=False),
+            storage_bytes(schedule.acquire, storages, topology, new=True),
+            storage_bytes(schedule.release, storages, topology, new=False),
         )
         bound = routed.bound
-        memory_finding, worst = verifier.check_memory(dag, memory.tight_base, memory.capacity, topology)
-        findings = (
-            verifier.check_coverage(difference, schedule),
-            verifier.check_sources(difference, schedule),
-            verifier.check_order(dag, schedule),
-            verifier.check_windows(schedule, topology.num_devices, memory.staging),
-            verifier.check_bytes(difference, schedule, bound.moved_bytes),
-            memory_finding,
-            check_lifetimes(difference, schedule, storages),
-            check_edges(dag, schedule, topology.num_devices),
+        findings, worst = all_findings(
+            difference, schedule, dag, storages, memory, topology, moved_bytes=bound.moved_bytes
         )
     digest = transition_digest(old, new, schedule)
     timeline = stop_timeline(new, schedule, life, memory)
@@ -120,7 +112,7 @@ def compile_transition(
         digest=digest,
         compile_s=time.perf_counter() - started,
         staged_bytes=sum(
-            num_bytes for _, num_bytes in _storage_bytes(schedule.staged, storages, topology, new=False).values()
+            num_bytes for _, num_bytes in storage_bytes(schedule.staged, storages, topology, new=False).values()
         ),
     )
     transition = Transition(
@@ -144,8 +136,7 @@ def compile_transition(
         warnings=tuple(warnings),
         timings=tuple(instrument.timings),
     )
-    for hook in hooks:
-        hook("check", transition)
+    instrument.show("check", transition)
     return transition
 
 
@@ -164,9 +155,9 @@ def _schedule(
         waves = pipeline.schedule
         for window_bytes in dict.fromkeys((waves.window_bytes, min(waves.window_bytes, SMALL_WINDOW_BYTES))):
             tried = replace(waves, window_bytes=window_bytes)
-            schedule = instrument.run("schedule", lambda tried=tried: tried.apply(routed))  # type: ignore[misc]
+            schedule = instrument.run("schedule", partial(tried.apply, routed))
             staging = schedule_staging(schedule, topology.num_devices)
-            memory = instrument.run("memory", lambda at=staging: plan_memory(storages, life, at, topology))  # type: ignore[misc]
+            memory = instrument.run("memory", partial(plan_memory, storages, life, staging, topology))
             over = memory.reversible_peak - memory.capacity
             if not bool((over > 0).any()):
                 return schedule, memory
@@ -181,22 +172,25 @@ def _schedule(
     for window_bytes in dict.fromkeys((widest, min(widest, SMALL_WINDOW_BYTES))):
         cut = replace(routed, moves=tuple(cut_moves(routed.moves, window_bytes)))
         staging = window_staging(cut, window_bytes)
-        memory = instrument.run("memory", lambda at=staging: plan_memory(storages, life, at, topology))  # type: ignore[misc]
+        memory = instrument.run("memory", partial(plan_memory, storages, life, staging, topology))
         if bool((np.maximum(memory.reversible["at engine start"], memory.tight_base) > memory.capacity).any()):
             refusal = refusals.setup_does_not_fit(memory, life, topology, new)
             continue
-        result = tight_schedule(difference, storages, cut, memory, topology, window_bytes)
+        with instrument.timed("schedule"):
+            result = tight_schedule(difference, storages, cut, memory, topology, window_bytes)
         if isinstance(result, Stuck):
             refusal = refusals.stuck(result, memory, topology, new)
             continue
         if not result.staged:
-            return instrument.run("schedule", lambda found=result: found), memory  # type: ignore[misc]
+            instrument.show("schedule", result)
+            return result, memory
         through_host = through_host or (result, memory)
     if through_host is None:
         assert refusal is not None
         raise DiagnosticError([refusal])
     schedule, memory = through_host
-    return instrument.run("schedule", lambda: schedule), memory
+    instrument.show("schedule", schedule)
+    return schedule, memory
 
 
 def _staging_is_what_does_not_fit(over: IntArray, staging: IntArray) -> bool:
@@ -205,7 +199,7 @@ def _staging_is_what_does_not_fit(over: IntArray, staging: IntArray) -> bool:
     return bool((short < len(staging)).all()) and bool((over[short] <= staging[short]).all())
 
 
-def _storage_bytes(
+def storage_bytes(
     keys: Iterable[StorageKey], storages: StorageMap, topology: Topology, *, new: bool
 ) -> dict[StorageKey, tuple[int, int]]:
     """(space, bytes) of new or of old storages (tight mode). One key may name both: a storage that changes its size."""

@@ -12,14 +12,10 @@ Devices on which the same happens are solved once.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf
 
-from nereus.ir.holdings import Topology
 from nereus.ir.layout import IntArray
-from nereus.ir.plan import Plan
 from nereus.passes.lifecycle import Lifecycle
 from nereus.passes.memory import MemoryPlan
 from nereus.passes.timeline_problem import (
@@ -28,7 +24,6 @@ from nereus.passes.timeline_problem import (
     CoarseOp,
     CoarseProblem,
     TimelineOptions,
-    always_over,
 )
 
 
@@ -183,86 +178,6 @@ def _exact(ops: Sequence[CoarseOp], ticks: Sequence[int], limited: bool) -> list
         start[number] = max(at, ticks[number] / TICKS) if limited else at
         idle.update(dict.fromkeys(places, start[number] + op.seconds))
     return start
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Owner:
-    """``stage`` has the right to run on ``device`` from ``from_s`` until ``until_s`` (seconds after the boundary)."""
-
-    device: int
-    stage: str
-    from_s: float
-    until_s: float
-
-
-def owners(timeline: Timeline, old: Plan, new: Plan, topology: Topology) -> tuple[Owner, ...]:
-    """Who owns which device around the boundary: the old plan's stages until they are quiet (the boundary, or the end
-    of draining where an engine changes), the new plan's from resume. Stages of a synchronous plan take turns on a
-    device and own it together, so only those of asynchronous plans are listed. Holding storage is no ownership."""
-    index = topology.index()
-    drained = {d: op.seconds for op in timeline.ops if op.kind == "drain" for d in op.devices}
-    resume = timeline.stop_s
-    found = []
-    for plan, first in ((old, True), (new, False)):
-        if plan.workload.mode == "sync":
-            continue
-        for stage in plan.owners():
-            for device in (index[d] for d in stage.ranks):
-                if first:
-                    until = drained.get(device, 0.0) if stage.kind == "generate" else 0.0
-                    found.append(Owner(device=device, stage=stage.name, from_s=-inf, until_s=until))
-                else:
-                    found.append(Owner(device=device, stage=stage.name, from_s=resume, until_s=inf))
-    return tuple(found)
-
-
-def two_owners(owned: Sequence[Owner]) -> str | None:
-    """A device that two stages own at a time, or None."""
-    per_device: dict[int, list[Owner]] = {}
-    for owner in owned:
-        per_device.setdefault(owner.device, []).append(owner)
-    for device, found in per_device.items():
-        for one, other in itertools.pairwise(sorted(found, key=lambda o: (o.from_s, o.until_s))):
-            if other.from_s < one.until_s:
-                return f"device {device} is owned by {one.stage} and {other.stage} at {max(other.from_s, 0.0):.3f} s"
-    return None
-
-
-def check_timeline(timeline: Timeline, base: IntArray, capacity: IntArray) -> str | None:
-    """What is wrong with a timeline, or None; worked out from its start times alone."""
-    ops, start = timeline.ops, timeline.start_s
-    end = [at + op.seconds for at, op in zip(start, ops, strict=True)]
-    slack = 2 / TICKS
-    for number, op in enumerate(ops):
-        for before in op.after:
-            if ops[before].background == op.background and start[number] < end[before] - slack:
-                return f"{op.kind} of {op.stage} starts before {ops[before].kind} of {ops[before].stage} ends"
-    for background in (False, True):
-        per_device: dict[int, list[int]] = {}
-        for number, op in enumerate(ops):
-            if op.background == background:
-                for device in op.devices:
-                    per_device.setdefault(device, []).append(number)
-        for device, numbers in per_device.items():
-            setup = sorted((start[n], end[n], n) for n in numbers if ops[n].kind in EXCLUSIVE)
-            for (_, first_end, _), (second, _, n) in itertools.pairwise(setup):
-                if second < first_end - slack:
-                    return f"{ops[n].kind} of {ops[n].stage} overlaps another on device {device}"
-            if background or always_over(ops, numbers, device, base, capacity):
-                continue
-            for moment in sorted({start[n] for n in numbers} | {end[n] for n in numbers}):
-                held = int(base[device])
-                for n in numbers:
-                    at = ops[n].devices.index(device)
-                    if ops[n].running_bytes and start[n] <= moment + slack / 4 and moment < end[n] - slack:
-                        held += ops[n].running_bytes[at]
-                    elif ops[n].after_bytes and end[n] <= moment + slack:
-                        held += ops[n].after_bytes[at]
-                if held > capacity[device]:
-                    return f"device {device} holds {held:,} of {int(capacity[device]):,} bytes at {moment:.3f} s"
-    if timeline.stop_s < max((end[n] for n, op in enumerate(ops) if not op.background), default=0.0) - slack:
-        return "the stop ends before its last operation"
-    return None
 
 
 def _serial_s(ops: Sequence[CoarseOp]) -> float:

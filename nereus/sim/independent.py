@@ -26,7 +26,8 @@ import numpy as np
 from nereus.passes.compiled import Transition
 from nereus.passes.lifecycle import commit_s, groups_s
 from nereus.passes.links import MESSAGE_S
-from nereus.sim.job import PORTS_PER_OP, FloatArray, Job
+from nereus.sim.builder import JobBuilder
+from nereus.sim.job import Job
 from nereus.sim.network import Network
 
 WAYS = ("waits", "pool", "fails")
@@ -89,7 +90,7 @@ def independent_job(transition: Transition, parts: Iterable[Component], launch_s
     build = _Builder(transition, way)
     for part in parts:
         build.add(part, launch_s[part.stage])
-    return build.job()
+    return build.finish()
 
 
 def _copies(transition: Transition) -> dict[str, dict[tuple[int, int], int]]:
@@ -135,37 +136,14 @@ def _spare(transition: Transition, stage: str, old: tuple[int, ...], new: tuple[
     return tuple(found)
 
 
-class _Builder:
+class _Builder(JobBuilder):
     def __init__(self, transition: Transition, way: str) -> None:
+        super().__init__()
         self.transition, self.way = transition, way
         self.num_devices = transition.topology.num_devices
         self.pool = len(transition.memory.capacity)  # a space that counts devices; behind it one per device, its owner
         self.owned: set[int] = set()
         self.base = transition.memory.state.kept + transition.memory.state.old
-        self.names: list[str] = []
-        self.fixed: list[float] = []
-        self.rows: list[tuple[int, int, int, int, int, int, int, int]] = []  # bytes, src, dst, columns of the job
-        self.edges: list[tuple[int, int]] = []
-
-    def op(
-        self,
-        name: str,
-        after: Iterable[int] = (),
-        *,
-        fixed_s: float = 0.0,
-        copy: tuple[int, int, int] = (0, -1, -1),
-        space: int = -1,
-        acquired: int = 0,
-        released: int = 0,
-        takes: int = -1,
-        gives: int = -1,
-    ) -> int:
-        number = len(self.names)
-        self.names.append(name)
-        self.fixed.append(fixed_s)
-        self.rows.append((*copy, space, acquired, released, takes, gives))
-        self.edges += [(before, number) for before in after]
-        return number
 
     def add(self, part: Component, launch_s: float) -> None:
         self.owned |= set(part.old)
@@ -182,7 +160,7 @@ class _Builder:
             last = self.op(f"{stage} acquires memory {space}", (last,), space=space, acquired=size)
         groups = self.op(f"groups {stage}", (last,), fixed_s=groups_s(len(part.new)))
         copied = [
-            self.op(f"{stage} copies {src} -> {dst}", (groups,), fixed_s=MESSAGE_S, copy=(size, src, dst))
+            self.op(f"{stage} copies {src} -> {dst}", (groups,), fixed_s=MESSAGE_S, num_bytes=size, src=src, dst=dst)
             for (src, dst), size in part.copies.items()
         ]
         commit = self.op(f"commit {stage}", (groups, *copied), fixed_s=commit_s(len(part.new)))
@@ -215,34 +193,17 @@ class _Builder:
             left = self.op(f"{part.stage} disowns {device}", (left,), space=self.pool + 1 + device, released=1)
         return left
 
-    def job(self) -> Job:
-        table = np.array(self.rows, dtype=np.int64).reshape(-1, 8)
+    def finish(self) -> Job:
         network = Network(self.transition.topology)
-        ports = np.full((len(table), PORTS_PER_OP), -1, dtype=np.int64)
-        weights: FloatArray = np.ones(ports.shape)
-        moving = np.flatnonzero(table[:, 0])
-        if len(moving):
-            ports[moving], weights[moving] = network.ports(table[moving, 1], table[moving, 2])
+        sizes = np.array([row[0] for row in self.rows], dtype=np.int64)
+        ports, weights = self.ports(network, np.flatnonzero(sizes))
         owned = sorted(self._all_owned() | self.owned)
         owners = np.zeros(self.num_devices, dtype=np.int64)
         owners[owned] = 1
         base = np.concatenate((self.base, [len(owned)], owners))
         capacity = np.concatenate((self.transition.memory.capacity, [self.num_devices], np.ones_like(owners)))
-        return Job(
-            resources=network.resources(base, capacity, tuple(owned)),
-            name=tuple(self.names),
-            fixed_s=np.array(self.fixed, dtype=np.float64),
-            num_bytes=table[:, 0],
-            ports=ports,
-            weights=weights,
-            space=table[:, 3],
-            acquired=table[:, 4],
-            released=table[:, 5],
-            takes=table[:, 6],
-            gives=table[:, 7],
-            edges=np.array(self.edges, dtype=np.int64).reshape(-1, 2),
-            blocking=self.way != "fails",
-        )
+        resources = network.resources(base, capacity, tuple(owned))
+        return self.job(resources, ports, weights, blocking=self.way != "fails")
 
     def _all_owned(self) -> set[int]:
         index = self.transition.topology.index()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli_support import GOOD_PLAN, Ran, spawn
+from cli_support import GOOD_PLAN, SAVED_PAIR, Ran, spawn
 
 from nereus.cli.main import main
 
@@ -39,3 +39,17 @@ def good_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "good.plan").write_text(GOOD_PLAN)
     return "good.plan"
+
+
+@pytest.fixture
+def in_plans(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(repo_root / "tests" / "plans")
+
+
+@pytest.fixture
+def saved(nereusc, in_plans: None, tmp_path: Path) -> Path:
+    """A saved transition of ``SAVED_PAIR``."""
+    path = tmp_path / "change.json"
+    ran = nereusc("compile", *SAVED_PAIR, "-o", str(path))
+    assert ran.code == 0, ran.stderr
+    return path

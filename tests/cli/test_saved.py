@@ -5,30 +5,18 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_support import check_schema
+from cli_support import SAVED_PAIR, change_document, check_schema
 
-PAIR = ("overlap-before.plan", "overlap-after.plan")
-
-
-@pytest.fixture(autouse=True)
-def plans(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(repo_root / "tests" / "plans")
+pytestmark = pytest.mark.usefixtures("in_plans")
 
 
-@pytest.fixture
-def saved(nereusc, tmp_path: Path) -> Path:
-    path = tmp_path / "change.json"
-    ran = nereusc("compile", *PAIR, "-o", str(path))
-    assert ran.code == 0, ran.stderr
-    return path
-
-
-@pytest.mark.parametrize("pair", [PAIR, ("ppo-8b-2k.plan", "ppo-8b-4k.plan"), ("swap-full.plan", "swap-full-new.plan")])
+@pytest.mark.parametrize(
+    "pair", [SAVED_PAIR, ("ppo-8b-2k.plan", "ppo-8b-4k.plan"), ("swap-full.plan", "swap-full-new.plan")]
+)
 @pytest.mark.parametrize("name", ["change.json", "change.json.gz"])
 def test_show_says_what_diff_says(nereusc, tmp_path: Path, pair, name: str):
     path = tmp_path / name
@@ -51,14 +39,14 @@ def test_show_says_what_diff_says(nereusc, tmp_path: Path, pair, name: str):
 
 def test_same_input_same_file(nereusc, saved: Path, tmp_path: Path):
     for name in ("again.json.gz", "third.json.gz"):
-        assert nereusc("compile", *PAIR, "-o", str(tmp_path / name)).code == 0
+        assert nereusc("compile", *SAVED_PAIR, "-o", str(tmp_path / name)).code == 0
     assert gzip.decompress((tmp_path / "again.json.gz").read_bytes()) == saved.read_bytes()
     assert (tmp_path / "again.json.gz").read_bytes() == (tmp_path / "third.json.gz").read_bytes()
 
 
 def test_options_are_saved(nereusc, tmp_path: Path):
     path = str(tmp_path / "tight.json")
-    assert nereusc("compile", *PAIR, "-o", path, "--mode", "tight", "--detailed-exitcode").code == 2
+    assert nereusc("compile", *SAVED_PAIR, "-o", path, "--mode", "tight", "--detailed-exitcode").code == 2
     shown = nereusc("show", path)
     assert shown.code == 0, shown.stderr
     assert "tight: peak" in shown.stdout
@@ -88,13 +76,6 @@ def test_the_schedule_is_whole(saved: Path):
     assert max(*moves["src"], *moves["dst"]) < 2 * len(schedule["devices"])
 
 
-def change(path: Path, edit: Callable[[dict[str, Any]], None]) -> str:
-    document = json.loads(path.read_text())
-    edit(document)
-    path.write_text(json.dumps(document))
-    return str(path)
-
-
 def set_in(document: dict[str, Any], keys: str, value: object) -> None:
     *parents, last = keys.split(".")
     for key in parents:
@@ -122,7 +103,7 @@ def set_in(document: dict[str, Any], keys: str, value: object) -> None:
     ],
 )
 def test_what_does_not_hold_is_refused(nereusc, saved: Path, keys: str, value: object, code: str, exit_code: int):
-    path = change(saved, lambda document: set_in(document, keys, value))
+    path = change_document(saved, lambda document: set_in(document, keys, value))
     ran = nereusc("show", path)
     assert (ran.code, ran.stdout) == (exit_code, ""), ran.stderr
     assert f"error[{code}]" in ran.stderr
@@ -147,7 +128,7 @@ def test_no_reason_of_a_placement_can_be_edited(nereusc, saved: Path):
             case _:
                 other = value + 1
         saved.write_text(json.dumps(good))
-        ran = nereusc("show", change(saved, lambda d, n=name, o=other: set_in(d["choices"][0], n, o)))  # type: ignore[misc]
+        ran = nereusc("show", change_document(saved, lambda d, n=name, o=other: set_in(d["choices"][0], n, o)))  # type: ignore[misc]
         assert ran.stdout == "" and ran.code in (1, 4), name
         assert "NRS5511" in ran.stderr or "NRS5502" in ran.stderr, name
     saved.write_text(json.dumps(good))
@@ -156,7 +137,7 @@ def test_no_reason_of_a_placement_can_be_edited(nereusc, saved: Path):
 
 def test_both_digests_are_shown(nereusc, saved: Path):
     digest = json.loads(saved.read_text())["digest"]
-    path = change(saved, lambda document: set_in(document, "digest", "ab" * 32))
+    path = change_document(saved, lambda document: set_in(document, "digest", "ab" * 32))
     ran = nereusc("show", path)
     assert ran.code == 4
     assert "ab" * 32 in ran.stderr
@@ -164,7 +145,7 @@ def test_both_digests_are_shown(nereusc, saved: Path):
 
 
 def test_a_later_minor_version_is_read(nereusc, saved: Path):
-    path = change(saved, lambda document: document.update({"format_version": "1.9", "novelty": 1}))
+    path = change_document(saved, lambda document: document.update({"format_version": "1.9", "novelty": 1}))
     assert nereusc("show", path).code == 0
 
 
@@ -192,9 +173,9 @@ def test_files_that_cannot_be_read_or_written(nereusc, tmp_path: Path):
     assert nereusc("show", str(tmp_path / "missing")).code == 1
     assert nereusc("show", str(tmp_path)).code == 1
     assert nereusc("show", "nul\x00byte").code == 1
-    ran = nereusc("compile", *PAIR, "-o", str(tmp_path / "no" / "such" / "folder.json"))
+    ran = nereusc("compile", *SAVED_PAIR, "-o", str(tmp_path / "no" / "such" / "folder.json"))
     assert (ran.code, ran.stdout) == (1, "")
-    assert nereusc("compile", *PAIR).code == 64
+    assert nereusc("compile", *SAVED_PAIR).code == 64
 
 
 def test_nothing_is_written_where_there_is_no_transition(nereusc, tmp_path: Path):

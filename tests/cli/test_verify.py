@@ -5,33 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_support import change_document
 
-PAIR = ("overlap-before.plan", "overlap-after.plan")
-
-
-@pytest.fixture(autouse=True)
-def plans(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(repo_root / "tests" / "plans")
-
-
-@pytest.fixture
-def saved(nereusc, tmp_path: Path) -> Path:
-    path = tmp_path / "change.json"
-    ran = nereusc("compile", *PAIR, "-o", str(path))
-    assert ran.code == 0, ran.stderr
-    return path
-
-
-def change(path: Path, edit: Callable[[dict[str, Any]], None]) -> str:
-    document = json.loads(path.read_text())
-    edit(document)
-    path.write_text(json.dumps(document))
-    return str(path)
+pytestmark = pytest.mark.usefixtures("in_plans")
 
 
 def test_a_saved_transition_is_proved(nereusc, saved: Path, tmp_path: Path):
@@ -55,7 +35,7 @@ def test_json(nereusc, saved: Path):
 
 
 def test_a_violation_is_named_and_has_an_exit_code(nereusc, saved: Path):
-    path = change(saved, lambda d: d["certificate"].update(moved_bytes=d["certificate"]["moved_bytes"] + 1))
+    path = change_document(saved, lambda d: d["certificate"].update(moved_bytes=d["certificate"]["moved_bytes"] + 1))
     ran = nereusc("verify", path)
     assert ran.code == 3
     assert "certificate BROKEN moved_bytes is " in ran.stdout
@@ -74,14 +54,14 @@ def test_a_missing_move_is_named(nereusc, saved: Path):
         for name in set(moves) - {"after"}:
             moves[name].pop()
 
-    ran = nereusc("verify", change(saved, drop))
+    ran = nereusc("verify", change_document(saved, drop))
     assert ran.code == 3
     assert "elements    BROKEN" in ran.stdout and "never arrives" in ran.stdout
 
 
 def test_show_refuses_what_verify_reads(nereusc, saved: Path):
     """What a schedule counts on beside the state is part of what was compiled."""
-    path = change(saved, lambda d: d["memory"]["staging"].__setitem__(0, 10**9))
+    path = change_document(saved, lambda d: d["memory"]["staging"].__setitem__(0, 10**9))
     ran = nereusc("show", path)
     assert ran.code == 4 and "the memory is not the one that its plans compile to" in ran.stderr
 
@@ -109,7 +89,7 @@ def test_damaged_files(nereusc, saved: Path, entry: tuple[str, ...], value: obje
             document = document[key]
         document[entry[-1]] = value
 
-    path = change(saved, edit)
+    path = change_document(saved, edit)
     ran = nereusc("verify", path)
     assert (ran.code, ran.stdout) == (1, "")
     assert "error[NRS5502]" in ran.stderr and "Traceback" not in ran.stderr

@@ -14,12 +14,12 @@ from nereus.ir.layout import IntArray
 from nereus.ir.plan import Model, Plan
 from nereus.ir.schedule import Schedule
 from nereus.passes import check
-from nereus.passes.check_storages import check_edges, check_lifetimes
 from nereus.passes.compiled import Transition, transition_digest
-from nereus.passes.dag import build_dag
+from nereus.passes.dag import Dag, build_dag
+from nereus.passes.findings import all_findings
 from nereus.passes.manager import Pipeline
 from nereus.passes.memory import MemoryPlan, plan_memory, window_staging
-from nereus.passes.pipeline import _storage_bytes, compile_transition
+from nereus.passes.pipeline import compile_transition, storage_bytes
 from nereus.passes.route import Routed
 from nereus.passes.stripes import cut_moves
 from nereus.passes.tight import Stuck, tight_schedule
@@ -107,24 +107,25 @@ class Case:
             t.topology,
             memory.state.new,
             memory.state.old,
-            _storage_bytes(schedule.acquire, t.storages, t.topology, new=True),
-            _storage_bytes(schedule.release, t.storages, t.topology, new=False),
+            storage_bytes(schedule.acquire, t.storages, t.topology, new=True),
+            storage_bytes(schedule.release, t.storages, t.topology, new=False),
         )
         digest = transition_digest(t.old, t.new, schedule)
         return replace(t, schedule=schedule, memory=memory, dag=dag, digest=digest)
 
 
-def findings(transition: Transition) -> dict[str, check.Finding]:
-    schedule, dag, topology, memory = transition.schedule, transition.dag, transition.topology, transition.memory
-    found = (
-        check.check_coverage(transition.diff, schedule),
-        check.check_sources(transition.diff, schedule),
-        check.check_order(dag, schedule),
-        check.check_windows(schedule, topology.num_devices, memory.staging),
-        check.check_bytes(transition.diff, schedule, transition.bound.moved_bytes),
-        check.check_memory(dag, memory.tight_base, memory.capacity, topology)[0],
-        check_lifetimes(transition.diff, schedule, transition.storages),
-        check_edges(dag, schedule, topology.num_devices),
+def findings(
+    transition: Transition, schedule: Schedule | None = None, dag: Dag | None = None
+) -> dict[str, check.Finding]:
+    """By name; of another schedule or graph than the transition's own where one is given."""
+    found, _ = all_findings(
+        transition.diff,
+        schedule or transition.schedule,
+        dag or transition.dag,
+        transition.storages,
+        transition.memory,
+        transition.topology,
+        moved_bytes=transition.bound.moved_bytes,
     )
     return {f.name: f for f in found}
 

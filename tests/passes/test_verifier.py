@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from passes.cycles import findings
 from passes.execute import pipeline
 from passes.plans import cluster, trainer
 
@@ -16,10 +17,8 @@ from nereus.ir.plan import Plan
 from nereus.ir.schedule import Schedule
 from nereus.ir.transition import INTER, LOCAL, Move
 from nereus.passes import check
-from nereus.passes.check import Finding
-from nereus.passes.check_storages import check_edges, check_lifetimes
 from nereus.passes.compiled import Transition
-from nereus.passes.dag import VERIFY, Dag
+from nereus.passes.dag import VERIFY
 from nereus.passes.pipeline import compile_transition
 
 
@@ -38,22 +37,6 @@ def reversible() -> Transition:
 @pytest.fixture(scope="module")
 def tight() -> Transition:
     return compile_transition(*pair(), pipeline(400, 16, 2000, mode="tight"))
-
-
-def findings(transition: Transition, schedule: Schedule | None = None, dag: Dag | None = None) -> dict[str, Finding]:
-    schedule, dag = schedule or transition.schedule, dag or transition.dag
-    topology, memory = transition.topology, transition.memory
-    found = [
-        check.check_coverage(transition.diff, schedule),
-        check.check_sources(transition.diff, schedule),
-        check.check_order(dag, schedule),
-        check.check_windows(schedule, topology.num_devices, memory.staging),
-        check.check_bytes(transition.diff, schedule, transition.bound.moved_bytes),
-        check.check_memory(dag, memory.tight_base, memory.capacity, topology)[0],
-        check_lifetimes(transition.diff, schedule, transition.storages),
-        check_edges(dag, schedule, topology.num_devices),
-    ]
-    return {f.name: f for f in found}
 
 
 def change(schedule: Schedule, number: int, **fields: object) -> Schedule:

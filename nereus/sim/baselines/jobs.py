@@ -7,59 +7,16 @@ send tensor by tensor.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from nereus.ir.transition import LOCAL
 from nereus.passes.links import MESSAGE_S
 from nereus.sim.baselines.answer import STORAGE, Answer
+from nereus.sim.builder import NOWHERE, JobBuilder
 from nereus.sim.job import PORTS_PER_OP, IntArray, Job
-from nereus.sim.network import NO_PORTS, Network
-
-
-class _Rows:
-    """Columns of a job under construction."""
-
-    def __init__(self) -> None:
-        self.name: list[str] = []
-        self.fixed_s: list[float] = []
-        self.num_bytes: list[int] = []
-        self.src: list[int] = []  # places; -2: moves nothing
-        self.dst: list[int] = []
-        self.space: list[int] = []
-        self.acquired: list[int] = []
-        self.released: list[int] = []
-        self.takes: list[int] = []
-        self.gives: list[int] = []
-        self.edges: list[tuple[int, int]] = []
-
-    def add(
-        self,
-        name: str,
-        *,
-        after: tuple[int, ...] = (),
-        fixed_s: float = 0.0,
-        num_bytes: int = 0,
-        src: int = -2,
-        dst: int = -2,
-        space: int = -1,
-        acquired: int = 0,
-        released: int = 0,
-        takes: int = -1,
-        gives: int = -1,
-    ) -> int:
-        number = len(self.name)
-        self.name.append(name)
-        self.fixed_s.append(fixed_s)
-        self.num_bytes.append(num_bytes)
-        self.src.append(src)
-        self.dst.append(dst)
-        self.space.append(space)
-        self.acquired.append(acquired)
-        self.released.append(released)
-        self.takes.append(takes)
-        self.gives.append(gives)
-        self.edges += [(before, number) for before in after]
-        return number
+from nereus.sim.network import Network
 
 
 def job_of(answer: Answer) -> Job:
@@ -67,7 +24,7 @@ def job_of(answer: Answer) -> Job:
     if answer.cannot is not None:
         raise ValueError(f"{answer.baseline} cannot: {answer.cannot}")
     problem = answer.problem
-    rows = _Rows()
+    rows = JobBuilder()
     links, devices = problem.links, problem.num_devices
     ends: list[dict[int, int]] = []
     for step in answer.steps:
@@ -76,10 +33,10 @@ def job_of(answer: Answer) -> Job:
         hosts = _devices_of_hosts(answer, step.devices)
         joined: tuple[int, ...] = ()
         if step.barrier:
-            joined = (rows.add(f"{step.name} barrier", after=tuple(op for n in step.after for op in ends[n].values())),)
+            joined = (rows.op(f"{step.name} barrier", after=tuple(op for n in step.after for op in ends[n].values())),)
         for device in step.devices:
             after = joined or tuple(ends[number][device] for number in step.after if device in ends[number])
-            at = rows.add(
+            at = rows.op(
                 f"{step.name} begin {device}",
                 after=after,
                 fixed_s=step.fixed_s,
@@ -88,7 +45,7 @@ def job_of(answer: Answer) -> Job:
                 takes=device if device in takes else -1,
             )
             for host in hosts.get(device, ()):
-                at = rows.add(
+                at = rows.op(
                     f"{step.name} begin host {host}", after=(at,), space=host, acquired=step.acquired.get(host, 0)
                 )
             begin[device] = at
@@ -100,7 +57,7 @@ def job_of(answer: Answer) -> Job:
         for (src, dst), num_bytes in totals.items():
             sides = {place % devices for place in (src, dst) if place != STORAGE}
             stays = STORAGE not in (src, dst) and links.link(src, dst) == LOCAL
-            number = rows.add(
+            number = rows.op(
                 f"{step.name} {src} -> {dst}",
                 after=tuple(begin[device] for device in sides),
                 fixed_s=0.0 if stays else MESSAGE_S,
@@ -112,7 +69,7 @@ def job_of(answer: Answer) -> Job:
                 done[device].append(number)
         last: dict[int, int] = {}
         for device in step.devices:
-            at = rows.add(
+            at = rows.op(
                 f"{step.name} end {device}",
                 after=tuple(done[device]),
                 space=device,
@@ -120,7 +77,7 @@ def job_of(answer: Answer) -> Job:
                 gives=device if device in gives else -1,
             )
             for host in hosts.get(device, ()):
-                at = rows.add(
+                at = rows.op(
                     f"{step.name} end host {host}", after=(at,), space=host, released=step.released.get(host, 0)
                 )
             last[device] = at
@@ -140,45 +97,20 @@ def _devices_of_hosts(answer: Answer, devices: tuple[int, ...]) -> dict[int, lis
     return found
 
 
-def _job(answer: Answer, rows: _Rows) -> Job:
+def _job(answer: Answer, rows: JobBuilder) -> Job:
     problem = answer.problem
     network = Network(problem.topology)
-    src, dst = np.array(rows.src, dtype=np.int64), np.array(rows.dst, dtype=np.int64)
-    ports = np.tile(np.array(NO_PORTS, dtype=np.int64), (len(src), 1))
-    weights = np.ones(ports.shape)
-    moving = np.flatnonzero(src > -2)
-    if len(moving):
-        # Storage hangs on the network: a device reaches it through its node's NIC.
-        outside = (src[moving] == STORAGE) | (dst[moving] == STORAGE)
-        inside = moving[~outside]
-        ports[inside], weights[inside] = network.ports(src[inside], dst[inside])
-        for row in moving[outside].tolist():
-            ports[row], weights[row] = _storage_ports(answer, network, rows.src[row], rows.dst[row])
+    src, dst = rows.ends()
+    # Storage hangs on the network: a device reaches it through its node's NIC.
+    outside = (src == STORAGE) | (dst == STORAGE)
+    ports, weights = rows.ports(network, np.flatnonzero((src != NOWHERE) & ~outside))
+    for row in np.flatnonzero(outside).tolist():
+        ports[row], weights[row] = _storage_ports(answer, network, int(src[row]), int(dst[row]))
     resources = network.resources(answer.base_bytes, problem.capacity, answer.owned)
     if answer.storage_bytes_per_s:
         rates = np.append(resources.port_bytes_per_s, answer.storage_bytes_per_s)
-        resources = type(resources)(
-            port_bytes_per_s=rates,
-            space_base_bytes=resources.space_base_bytes,
-            space_capacity_bytes=resources.space_capacity_bytes,
-            num_devices=resources.num_devices,
-            owned=resources.owned,
-        )
-    return Job(
-        resources=resources,
-        name=tuple(rows.name),
-        fixed_s=np.array(rows.fixed_s),
-        num_bytes=np.array(rows.num_bytes, dtype=np.int64),
-        ports=ports,
-        weights=weights,
-        space=np.array(rows.space, dtype=np.int64),
-        acquired=np.array(rows.acquired, dtype=np.int64),
-        released=np.array(rows.released, dtype=np.int64),
-        takes=np.array(rows.takes, dtype=np.int64),
-        gives=np.array(rows.gives, dtype=np.int64),
-        edges=np.array(rows.edges, dtype=np.int64).reshape(-1, 2),
-        blocking=answer.blocking,
-    )
+        resources = replace(resources, port_bytes_per_s=rates)
+    return rows.job(resources, ports, weights, blocking=answer.blocking)
 
 
 def _storage_ports(answer: Answer, network: Network, src: int, dst: int) -> tuple[IntArray, np.ndarray]:
