@@ -19,7 +19,7 @@ from nereus.passes.coarse_grid import (
     Grid,
     grid_of,
 )
-from nereus.passes.coarse_regions import Lack, Shares, lack, lack_by_node, overlap
+from nereus.passes.coarse_regions import Shares, lack, lack_by_node, overlap
 from nereus.passes.coarse_side import Part, Side
 from nereus.passes.coarse_space import Space
 from nereus.passes.coarse_tables import TableKey, coordinate_shares, weights_of
@@ -141,7 +141,9 @@ def _add_slots(
     if not old or not new:
         _one_sided(loads, shares, holders, weigh, width, space)
         return
-    masters = [m for h in holders if derive and name == "weight" for m in _masters(h, grid, key, ranged, space)]
+    derives = derive and name == "weight"
+    makers = [_masters(h, grid, key, ranged, space) if derives else [] for h in holders if not h.old]
+    masters = [m for made in makers for m in made]
     # Independent of each other: rows that a share has of every tensor, and ranges of layers. What lies there by
     # chance is the product.
     thin_old, thin_new = _thin(holders, name, ends, component)
@@ -168,12 +170,20 @@ def _add_slots(
     loads.new_bytes += wanted - stays
     if lacked.max(initial=0.0) < 1.0:
         return
-    # A node is spared what its places make themselves, unless another of them wants the same.
-    makes_own = len(masters) == len(new) and (not _is_sharded(holders) or all(_alone(s) for s in new))
-    spared = masters if makes_own else []
-    nodes = lack_by_node(new, [*old, *spared], len(space.names), weigh)
+    num_nodes = len(space.names)
+    shared = _is_sharded(holders)
+    spared = _spared(new, makers, num_nodes, shared)
+    nodes = lack_by_node(new, [*old, *spared], num_nodes, weigh)
     if in_host:
-        _host_places(loads, holders, new, [*old, *spared], nodes, lacked[space.num_devices :], weigh, width, space)
+        hosts = [n for n, h in enumerate(h for h in holders if not h.old) if h.slot.host]
+        want = [new[n] for n in hosts]
+        found_there = nodes
+        if not all(h.slot.host for h in holders):
+            there = [s for s in old if int(s.place.min()) >= space.num_devices]
+            make = _spared(want, [makers[n] for n in hosts], num_nodes, shared)
+            found_there = lack_by_node(want, [*there, *make], num_nodes, weigh)
+        if want:
+            _host_places(loads, found_there.lacked * width, lacked[space.num_devices :], space)
     per_node = float(space.gpus.max())
     node_in = _thinned(nodes.lacked, nodes.wanted, min(1.0, thin_old * per_node), min(1.0, thin_new * per_node))
     node_in = node_in * width
@@ -284,31 +294,28 @@ def _thinned(lacked: FloatArray, wanted: FloatArray, old: float, new: float) -> 
     return (wanted - (wanted - lacked) * old) * new
 
 
-def _host_places(
-    loads: Loads,
-    holders: Sequence[_Holder],
-    new: Sequence[Shares],
-    old: Sequence[Shares],
-    nodes: Lack,
-    lacked: FloatArray,
-    weigh: FloatArray,
-    width: float,
-    space: Space,
-) -> None:
-    """Bytes enter a node's host memory once; what further processes of the node lack is copied there."""
-    wanted = [s for s, h in zip(new, (h for h in holders if not h.old), strict=True) if h.slot.host]
-    if not wanted:
-        return
-    found = nodes
-    if not all(h.slot.host for h in holders):
-        there = [s for s in old if int(s.place.min()) >= space.num_devices]
-        found = lack_by_node(wanted, there, len(space.names), weigh)
-    moved = found.lacked * width
+def _host_places(loads: Loads, moved: FloatArray, lacked: FloatArray, space: Space) -> None:
+    """Bytes enter a node's host memory once (``moved``); what further processes of the node lack is copied there."""
     loads.moved_bytes += float(moved.sum())
     per_node = np.bincount(space.node_of, weights=lacked, minlength=len(moved))
     loads.host_copy_bytes += np.maximum(per_node - moved, 0.0)
     share = lacked / np.maximum(per_node, 1.0)[space.node_of]
     loads.gpu_in_s += share * moved[space.node_of] * space.pcie_s
+
+
+def _spared(
+    new: Sequence[Shares], makers: Sequence[Sequence[Shares]], num_nodes: int, sharded: bool
+) -> Sequence[Shares]:
+    """What need not enter a node, since all of its places that want it make it themselves."""
+    if sharded and not all(_alone(s) for s in new):
+        return []
+    masters = [m for made in makers for m in made]
+    lacking = [s.node for s, made in zip(new, makers, strict=True) if not made]
+    if not masters or not lacking:
+        return masters
+    makes_all = np.ones(num_nodes, dtype=bool)
+    makes_all[np.concatenate(lacking)] = False
+    return [m.take(keep) for m in masters if (keep := makes_all[m.node]).any()]
 
 
 def _leaving(held: FloatArray, taken: FloatArray, wanted: FloatArray, once: float, width: float) -> FloatArray | None:
