@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import queue
 import signal
 import subprocess
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from nereus.ir.cluster import Device
 from nereus.ir.plan import Plan
 from nereus.ir.program import Program
+from nereus.runtime.codec import decode, encode
 from nereus.runtime.faults import CANNOT_START, DEADLINE, PROCESS_ENDED, WRONG_ELEMENTS, Drill, Fault
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def run_processes(
     with tempfile.TemporaryDirectory(prefix="nereus-run-") as folder:
         for job in make_jobs(steps, process_of, num_processes, deadline_s, drill):
             with open(os.path.join(folder, f"job-{job.process}"), "wb") as file:
-                pickle.dump(job, file, protocol=pickle.HIGHEST_PROTOCOL)
+                file.write(encode(job))
         ended = _supervised(folder, num_processes, emit)
         answers = [_answer(folder, process) for process in range(num_processes)]
     return _judged(answers, ended)
@@ -185,7 +185,7 @@ def _signal_text(number: int) -> str:
 def _answer(folder: str, process: int) -> Any:
     try:
         with open(os.path.join(folder, f"result-{process}"), "rb") as file:
-            return pickle.load(file)
+            return decode(file.read())
     except FileNotFoundError:
         return None
 

@@ -9,7 +9,6 @@ process before that is told to all, so that none waits for one that has given up
 from __future__ import annotations
 
 import itertools
-import pickle
 import socket
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from nereus.ir.program import Program, StorageSpec
 from nereus.ir.tensor import LogicalTensor
 from nereus.runtime.account import ExecutionReport
 from nereus.runtime.adapters.base import BindError, Binding
+from nereus.runtime.codec import decode, encode
 from nereus.runtime.executor import ExecutorOptions, execute
 from nereus.runtime.faults import first_line
 from nereus.runtime.footprint import check_memory, row_starts, zero_padding
@@ -82,9 +82,39 @@ def move(
     # Everything through the group's own store and ranks: a process may stand in worlds of several jobs, where torch's
     # object collectives would take its rank in its own job's world for its rank here.
     group = dist.group.WORLD if group is None else group
-    rank, size = group.rank(), group.size()
-    store = dist.distributed_c10d._get_process_group_store(group)
-    name = f"nereus/move/{next(_counts.setdefault(group, itertools.count()))}"
+    return move_among(
+        old,
+        new,
+        tensors,
+        store=dist.distributed_c10d._get_process_group_store(group),
+        name=f"nereus/move/{next(_counts.setdefault(group, itertools.count()))}",
+        rank=group.rank(),
+        size=group.size(),
+        drop=drop,
+        check_replicas=check_replicas,
+        model=model,
+        deadline_s=deadline_s,
+        gpu=gpu,
+    )
+
+
+def move_among(
+    old: Side,
+    new: Side,
+    tensors: Sequence[LogicalTensor],
+    *,
+    store: Any,
+    name: str,
+    rank: int,
+    size: int,
+    drop: Sequence[str] = (),
+    check_replicas: bool = True,
+    model: str = "model",
+    deadline_s: float = 60.0,
+    gpu: str = DEFAULT_GPU,
+) -> ExecutionReport:
+    """The same among ``size`` processes that share ``store`` and no group. ``name``: of this move, unique in the
+    store."""
     said = _Exchange(dist.PrefixStore(name, store), rank, size, deadline_s)
     broken: Exception | None = None
     before: Binding | None = None
@@ -176,7 +206,7 @@ class _Exchange:
         return self._get(f"{key}/{self._rank}", 0)
 
     def _put(self, key: str, value: object) -> None:
-        self._store.set(key, pickle.dumps(value))
+        self._store.set(key, encode(value))
 
     def _get(self, key: str, of: int) -> Any:
         try:
@@ -184,7 +214,7 @@ class _Exchange:
         except Exception as error:
             text = f"process {of} said nothing within {self._wait.total_seconds():g} s: {first_line(error)}"
             raise MoveError(text) from None
-        return pickle.loads(self._store.get(key))
+        return decode(self._store.get(key))
 
 
 def move_here(

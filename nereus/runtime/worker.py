@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import pickle
 import select
 import signal
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from nereus.kernels import native
+from nereus.runtime.codec import decode, encode
 from nereus.runtime.faults import Fault
 from nereus.runtime.job import Job, run_job
 from nereus.runtime.transports.base import Transport
@@ -56,7 +56,7 @@ def _emit(event: dict[str, Any]) -> None:
 
 def _work(folder: str, process: int) -> int:
     with open(os.path.join(folder, f"job-{process}"), "rb") as file:
-        job: Job = pickle.load(file)
+        job: Job = decode(file.read())
     store = open_store(os.path.join(folder, "store"), job.num_processes)
 
     def transport(step: int) -> Transport:
@@ -77,7 +77,7 @@ def _work(folder: str, process: int) -> int:
         failed, answer = True, Fault.of(error, f"process {process}").encode()
     path = os.path.join(folder, f"result-{process}")
     with open(path + ".part", "wb") as out:
-        pickle.dump(answer, out)
+        out.write(encode(answer))
     os.replace(path + ".part", path)
     return 1 if failed else 0
 
