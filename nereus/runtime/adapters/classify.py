@@ -100,6 +100,7 @@ _PLAIN: tuple[type, ...] = (
 #: Machinery whose objects belong to the process, not to the model: groups, hooks, compilers, locks, loggers. What they
 #: hold of a model is reached through the model.
 _MACHINERY = (
+    "nereus.runtime.groups",
     "torch._C",
     "torch._dynamo",
     "torch._ops",
