@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
+import multiprocessing
 import os
 import socket
+import sys
+import traceback
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +22,9 @@ from frameworks.vllm_models import arch_of, config_of, full_weights
 from nereus.ir.arch import Arch
 from nereus.runtime.adapters.vllm_worker import NereusWorker
 
+#: Filled with zeros at each start.
+KV_CACHE_BYTES = 16 * 2**20
+NUM_TOKENS = 12
 PROMPTS = ([1, 40, 41, 42], [1, 7, 99, 200, 13, 5], [1, 17, 17, 3])
 
 
@@ -30,6 +39,17 @@ class Worker(NereusWorker):
             data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
             found[name] = f"{tuple(tensor.shape)} {hashlib.sha256(data.tobytes()).hexdigest()}"
         return found
+
+    def test_num_rows(self, parameter: str) -> int:
+        return int(self._nereus_model().get_parameter(parameter).shape[0])
+
+    def test_collect(self, value: list[list[int]], source: int) -> list[list[int]]:
+        return collect(self._nereus_joined(), value, source)
+
+    def test_leave(self) -> None:
+        """Leave the joined group together: its first member serves the store that the others may still read."""
+        self._nereus_joined().barrier().wait()
+        self.nereus_leave()
 
     def test_refusal(self) -> str:
         """What binding without staging says, empty where it binds."""
@@ -73,6 +93,8 @@ def engine_here(
     import vllm._custom_ops
     from vllm import LLM
 
+    # vLLM collects garbage five times in a start; what its import left is none.
+    gc.freeze()
     host, port = meeting.split(":")
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -92,10 +114,28 @@ def engine_here(
         max_model_len=64,
         max_num_seqs=4,
         max_num_batched_tokens=64,
+        kv_cache_memory_bytes=KV_CACHE_BYTES,
         enforce_eager=True,
         dtype=dtype,
         worker_extension_cls="frameworks.vllm_engines.Worker",
     )
+
+
+def forked(rank: int, world_size: int, count: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """For ``harness.run`` with one process: ``function(rank, count, *args)`` in ``count`` forks of it, results by rank.
+    vLLM is imported once, which costs more than what the forks do."""
+    import vllm._custom_ops
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("fork"))
+    futures = [pool.submit(function, number, count, *args) for number in range(count)]
+    for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+        error = future.exception()
+        if error is not None:  # the others wait for this one; the harness ends them
+            traceback.print_exception(error)
+            sys.stderr.flush()
+            os._exit(1)
+    return [future.result() for future in futures]
 
 
 def close_here(llm: Any) -> None:
@@ -123,9 +163,20 @@ class Seen:
 def seen(llm: Any) -> Seen:
     from vllm import SamplingParams
 
-    parameters = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+    parameters = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
     found = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], parameters, use_tqdm=False)
     return Seen([list(request.outputs[0].token_ids) for request in found], ask(llm, "test_digests"))
+
+
+def collect(group: Any, value: list[list[int]] | None, source: int) -> list[list[int]]:
+    """Equally long lists of tokens of one process of a joined group, on all others."""
+    shape = (len(PROMPTS), NUM_TOKENS)
+    found = torch.tensor(value).view(shape) if group.rank() == source else torch.zeros(shape, dtype=torch.int64)
+    options = torch.distributed.BroadcastOptions()
+    options.rootRank = source
+    group.broadcast([found], options).wait()
+    tokens: list[list[int]] = found.tolist()
+    return tokens
 
 
 def address() -> str:
