@@ -19,6 +19,7 @@ from nereus.ir.fragment import Fragment, RankState, Rectangle
 from nereus.ir.tensor import LogicalTensor, matrix_shape
 
 IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 
 class DescriptionError(ValueError):
@@ -27,7 +28,8 @@ class DescriptionError(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DescribedLayout:
-    """Arrays ``[ranks, tensors]``. ``starts[slot], stops[slot]``: held range of the box, empty where it has none."""
+    """Arrays ``[ranks, tensors]``. ``starts[slot], stops[slot]``: held range of the box, empty where it has none;
+    ``host[slot]``: whether that lies in host memory."""
 
     num_ranks: int
     row_lo: IntArray
@@ -36,6 +38,7 @@ class DescribedLayout:
     col_hi: IntArray
     starts: Mapping[str, IntArray]
     stops: Mapping[str, IntArray]
+    host: Mapping[str, BoolArray]
     cut_tensor: IntArray
     cut_row: IntArray
     name: str = "described"
@@ -65,6 +68,7 @@ class _Part(Rectangle):
 
     start: int
     stop: int
+    host: bool
 
 
 def describe_layout(
@@ -78,6 +82,7 @@ def describe_layout(
     row_lo, row_hi, col_lo, col_hi = (np.zeros(shape, dtype=np.int64) for _ in range(4))
     starts = {slot: np.zeros(shape, dtype=np.int64) for slot in slots}
     stops = {slot: np.zeros(shape, dtype=np.int64) for slot in slots}
+    host = {slot: np.zeros(shape, dtype=bool) for slot in slots}
     cuts: set[tuple[int, int]] = set()
     for rank, state in enumerate(states):
         parts = _parts(rank, state, index, shapes)
@@ -95,6 +100,7 @@ def describe_layout(
             for slot, part in found:
                 shift = (part.row_lo - low) * part.num_cols
                 starts[slot][rank, tensor], stops[slot][rank, tensor] = part.start + shift, part.stop + shift
+                host[slot][rank, tensor] = part.host
         for fragment in state.fragments:
             cuts.add((index[fragment.tensor], fragment.row_lo))
             cuts.add((index[fragment.tensor], fragment.row_hi))
@@ -107,6 +113,7 @@ def describe_layout(
         col_hi=col_hi,
         starts=starts,
         stops=stops,
+        host=host,
         cut_tensor=ordered[:, 0],
         cut_row=ordered[:, 1],
         name=name,
@@ -148,10 +155,10 @@ def _parts(
         if f.offset(f.start) < 0 or f.offset(f.stop - 1) >= storage.numel:
             raise DescriptionError(f"rank {rank}: {f.tensor} {f.slot} leaves its storage {storage.name}")
         grouped.setdefault((index[f.tensor], f.slot), []).append(f)
-    return {key: _join(rank, fragments) for key, fragments in grouped.items()}
+    return {key: _join(rank, fragments, state) for key, fragments in grouped.items()}
 
 
-def _join(rank: int, fragments: list[Fragment]) -> _Part:
+def _join(rank: int, fragments: list[Fragment], state: RankState) -> _Part:
     ordered = sorted(fragments, key=lambda f: f.row_lo)
     first, last = ordered[0], ordered[-1]
     for above, below in itertools.pairwise(ordered):
@@ -159,6 +166,12 @@ def _join(rank: int, fragments: list[Fragment]) -> _Part:
         if not same or above.row_hi != below.row_lo or above.stop != above.area or below.start != 0:
             text = f"rows {above.row_lo}..{above.row_hi} and {below.row_lo}..{below.row_hi} do not join"
             raise DescriptionError(f"rank {rank}: {first.tensor} {first.slot}: {text}")
+    homes = {state.storages[f.storage].host for f in ordered}
+    if len(homes) > 1:
+        text = (
+            "a part of it lies in host memory and a part on the GPU; a rank's part of a tensor lies whole in one memory"
+        )
+        raise DescriptionError(f"rank {rank}: {first.tensor} {first.slot}: {text}")
     before_last = (last.row_lo - first.row_lo) * first.num_cols
     return _Part(
         row_lo=first.row_lo,
@@ -167,4 +180,5 @@ def _join(rank: int, fragments: list[Fragment]) -> _Part:
         col_hi=first.col_hi,
         start=first.start,
         stop=before_last + last.stop,
+        host=homes.pop(),
     )

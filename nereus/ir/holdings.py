@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from nereus.ir.cluster import Cluster, Device, Node
+from nereus.ir.described import DescribedLayout
 from nereus.ir.layout import BoolArray, BoundLayout, IntArray
+from nereus.ir.offload import in_host
 from nereus.ir.plan import Slot
 from nereus.ir.tensor import LogicalTensor
 
@@ -94,6 +96,20 @@ class StateSet:
         mask = np.zeros(len(self.tensors), dtype=bool)
         mask[list(numbers)] = True
         return mask
+
+    def host_mask(self, slot: str, coord: int, numel: IntArray) -> BoolArray:
+        """``[shares, tensors]``: which of the parts of ``slot`` that the ranks of a coordinate hold (``numel`` elements
+        each) lie in host memory. A part lies whole in one memory."""
+        layout, kind = self.bound.layout, self.slot(slot)
+        if isinstance(layout, DescribedLayout):
+            return np.broadcast_to(layout.host[slot][coord], numel.shape)
+        assert kind is not None
+        if not kind.is_split:
+            return np.full(numel.shape, kind.host)
+        return in_host(numel, kind.host_share, self._apart() if layout.splits_experts else None)
+
+    def _apart(self) -> BoolArray:
+        return np.array([tensor.expert is not None for tensor in self.tensors], dtype=bool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

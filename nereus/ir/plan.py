@@ -4,7 +4,6 @@ later."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import ceil
 
 from nereus.ir.arch import Arch, Lora
 from nereus.ir.cluster import Cluster, Device
@@ -65,7 +64,7 @@ class Slot:
     name: str
     dtype: str
     host: bool = False  # kept in host memory even while the stage runs
-    #: With ``host``: how much of it, above 0; the rest stays on the GPU. Which elements those are, the framework says.
+    #: With ``host``: how much of it, above 0; the rest stays on the GPU. ``ir.offload`` says which tensors' parts.
     host_share: float = 1.0
 
     @property
@@ -78,11 +77,10 @@ class Slot:
         share = "" if self.host_share == 1 else f"({self.host_share!r})"
         return f"{self.dtype} @host{share}" if self.host else self.dtype
 
-    def host_bytes(self, num_bytes: int) -> int:
-        """Of ``num_bytes`` of the slot, those in host memory: whole elements, and at least its share."""
-        if not self.host or self.host_share == 1:
-            return num_bytes if self.host else 0
-        return min(num_bytes, ceil(num_bytes // self.element_bytes * self.host_share) * self.element_bytes)
+    @property
+    def is_split(self) -> bool:
+        """Whether a part of it lies in host memory and a part on the GPU."""
+        return self.host and self.host_share < 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

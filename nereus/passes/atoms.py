@@ -120,10 +120,10 @@ def pieces_of(
     number_of_set: int,
     slot: str,
     device_index: IntArray,
-    offset: int,
+    num_devices: int,
 ) -> tuple[list[Group], Pieces]:
-    """Groups and pieces of one slot of one state set. ``device_index``: device number of each rank; ``offset``: added
-    to a device number to get its place (0 GPU, number of devices for host memory)."""
+    """Groups and pieces of one slot of one state set. ``device_index``: device number of each rank; ``num_devices`` is
+    added to get its place in host memory."""
     layout = state_set.bound.layout
     coord_of_rank, shard_of_rank = layout.coord_of_rank(), layout.shard_of_rank()
     absent = state_set.absent_mask(slot)
@@ -141,12 +141,16 @@ def pieces_of(
         else:
             start = cell_offset(cells, boxes, coord, owned[None, :], shares.start[:, tensor])
             stop = cell_offset(cells, boxes, coord, owned[None, :], shares.stop[:, tensor])
-        number, row = np.nonzero(stop > start)
-        columns.append((owned[row], start[number, row], stop[number, row], number + len(groups)))
-        for share in shares.share.tolist():
-            here = on_coord if share < 0 else on_coord & (shard_of_rank == share)
-            places = np.sort(device_index[here]) + offset
-            groups.append(Group(state_set=number_of_set, coord=coord, shard=share, places=tuple(places.tolist())))
+        held = stop > start
+        in_host = state_set.host_mask(slot, coord, shares.stop - shares.start)
+        memories = np.unique(in_host[shares.stop > shares.start]).tolist() or [False]
+        for host in memories:
+            number, row = np.nonzero(held if len(memories) == 1 else held & (in_host[:, tensor] == host))
+            columns.append((owned[row], start[number, row], stop[number, row], number + len(groups)))
+            for share in shares.share.tolist():
+                here = on_coord if share < 0 else on_coord & (shard_of_rank == share)
+                places = np.sort(device_index[here]) + (num_devices if host else 0)
+                groups.append(Group(state_set=number_of_set, coord=coord, shard=share, places=tuple(places.tolist())))
     cell, start, stop, group = (np.concatenate([c[i] for c in columns]) for i in range(4))
     return groups, Pieces(cell=cell, start=start, stop=stop, group=group)
 
@@ -222,8 +226,7 @@ def build_atoms(geometry: ModelGeometry, topology: Topology, model: str, group: 
             if slot is None or slot.dtype != dtype:
                 continue
             devices = np.array([device_number[d] for d in state_set.bound.ranks], dtype=np.int64)
-            offset = topology.num_devices if slot.host else 0
-            parts.append(pieces_of(cells, state_set, box, number, slot_name, devices, offset))
+            parts.append(pieces_of(cells, state_set, box, number, slot_name, devices, topology.num_devices))
         return parts
 
     old_groups, old_pieces = join_pieces(of_side(geometry.old_sets, geometry.old_boxes, group.names[0], group.dtype))
@@ -246,6 +249,10 @@ def build_atoms(geometry: ModelGeometry, topology: Topology, model: str, group: 
     cls = np.array([classes.setdefault((holders[i], wanters[i]), len(classes)) for i in kept], dtype=np.int64)
     renumber = np.full(len(refined.cell), -1, dtype=np.int64)
     renumber[kept] = np.arange(len(kept))
+    derived = _by_place(refined, renumber, master_groups, master_pieces)
+    if any(slot.is_split for s, _ in deriving for slot in s.slots):  # a master makes the weights of its own memory
+        wanted = _by_place(refined, renumber, new_groups, new_pieces)
+        derived = {p: np.intersect1d(own, wanted[p]) for p, own in derived.items() if p in wanted}
     return AtomTable(
         model=model,
         slots=group.names,
@@ -258,19 +265,20 @@ def build_atoms(geometry: ModelGeometry, topology: Topology, model: str, group: 
         cls=cls,
         class_holders=tuple(h for h, _ in classes),
         class_wanters=tuple(w for _, w in classes),
-        derived=_derived(refined, renumber, master_groups, master_pieces),
+        derived=derived,
     )
 
 
 def _derives(state_set: StateSet, dtype: str) -> bool:
     """A half-precision weight is its fp32 master rounded once, by the optimizer step; other pairs are not derivable."""
     weight, master = state_set.slot("weight"), state_set.slot("master")
-    if weight is None or master is None or weight.host != master.host:
+    if weight is None or master is None or (weight.host != master.host and not (weight.is_split or master.is_split)):
         return False
     return weight.dtype == dtype and dtype in ("bf16", "fp16") and master.dtype == "fp32"
 
 
-def _derived(refined: Refinement, renumber: IntArray, groups: Sequence[Group], pieces: Pieces) -> dict[int, IntArray]:
+def _by_place(refined: Refinement, renumber: IntArray, groups: Sequence[Group], pieces: Pieces) -> dict[int, IntArray]:
+    """Place -> numbers of the intervals that its groups have."""
     interval, group = refined.covered_by(pieces)
     order = np.argsort(group, kind="stable")
     bounds = np.searchsorted(group[order], np.arange(len(groups) + 1))

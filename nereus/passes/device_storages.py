@@ -108,7 +108,7 @@ class DeviceStorages:
                 tensor=state_set.tensors[tensor].name,
                 slot=slot,
                 dtype=kind.dtype,
-                host=kind.host,
+                host=bool(share.host[tensor]),
                 tensor_shape=state_set.tensors[tensor].shape,
                 row_lo=int(boxes.row_lo[local.coord, tensor]),
                 row_hi=int(boxes.row_hi[local.coord, tensor]),

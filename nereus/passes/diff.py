@@ -143,7 +143,7 @@ def slot_groups(old_sets: tuple[StateSet, ...], new_sets: tuple[StateSet, ...]) 
                 if slot is not None and slot.dtype == dtype:
                     absent = dict(state_set.absent).get(name, ())
                     rule = state_set.bound.layout.shard_rule(name)
-                    key.append((side is old_sets, number, rule, absent, slot.host))
+                    key.append((side is old_sets, number, rule, absent, slot.host, slot.host_share))
         groups.setdefault(tuple(key), []).append(name)
     return [SlotGroup(tuple(names), str(key[0])) for key, names in groups.items()]
 

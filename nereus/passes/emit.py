@@ -117,9 +117,12 @@ class _Emitter:
 
     def _source(self, move: Move) -> int:
         """The place whose storages a move reads. What went to host memory on the way is addressed as it lay before."""
-        if move.after or self.storages.holding(move.table, move.src, old=True):
+        if move.after or not self.storages.staged:
             return move.src
-        return move.src % self.num_devices
+        rest = move.intervals
+        for _, held in self.storages.holding(move.table, move.src, old=True):
+            rest = rest.subtract(held)
+        return move.src % self.num_devices if len(rest) else move.src
 
     def _there(self, blocks: Blocks, wave: int) -> Blocks:
         """``blocks`` of old storages where those lie in ``wave``."""

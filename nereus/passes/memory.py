@@ -42,19 +42,17 @@ def state_bytes(storages: StorageMap, topology: Topology) -> StateBytes:
         for device in storages.devices_of(stage):
             host = topology.num_devices + int(topology.node_of[device])
             for name, old_slot, new_slot, old_width, new_width in alike:
-                fit = storages.fit(stage, name, device)
-                stay, gone, come, biggest = fit.totals
-                after = host if new_slot is not None and new_slot.host else device
-                before = host if old_slot is not None and old_slot.host else device
-                kept[after] += stay * new_width
-                old[before] += gone * old_width
-                new[after] += come * new_width
-                for most, space, slot, count in (
-                    (largest, after, new_slot, biggest),
-                    (largest_old, before, old_slot, fit.largest_old),
-                ):
-                    width = slot.element_bytes if slot is not None else 0
-                    most[space] = max(most[space], count * width)
+                for in_host, total in storages.fit(stage, name, device).memories:
+                    space = host if in_host else device
+                    kept[space] += total.kept * new_width
+                    old[space] += total.old * old_width
+                    new[space] += total.new * new_width
+                    for most, slot, count in (
+                        (largest, new_slot, total.largest_new),
+                        (largest_old, old_slot, total.largest_old),
+                    ):
+                        width = slot.element_bytes if slot is not None else 0
+                        most[space] = max(most[space], count * width)
     comes = np.where(new > 0, np.maximum(largest, largest_old), 0)
     return StateBytes(kept=kept, old=old, new=new, largest=comes)
 
@@ -64,7 +62,7 @@ def _slots_alike(storages: StorageMap, stage: str) -> list[tuple[str, Slot | Non
     and the bytes per element of all of them together, before and after."""
     rows: dict[tuple[object, ...], tuple[str, Slot | None, Slot | None, int, int]] = {}
     for name, old_slot, new_slot in storages.slots(stage):
-        sides = [slot and (slot.dtype, slot.host) for slot in (old_slot, new_slot)]
+        sides = [slot and (slot.dtype, slot.host, slot.host_share) for slot in (old_slot, new_slot)]
         key = (name == "weight", *sides)
         old_width = old_slot.element_bytes if old_slot is not None else 0
         new_width = new_slot.element_bytes if new_slot is not None else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,7 +31,7 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableOverlap:
-    """Per class of one atom table: bytes, which nodes hold it (living), which ranks want it."""
+    """Per class of one atom table: bytes, which nodes hold it (living), which ranks want it in this memory."""
 
     class_bytes: IntArray
     demanded_bytes: IntArray  # 0 where every wanter derives the whole class
@@ -69,8 +69,12 @@ def overlap(old: Holdings, new_set: StateSet, topology: Topology) -> Overlap | N
     tables: list[TableOverlap] = []
     for group in slot_groups(old_sets, (new_set,)):
         table = build_atoms(geometry, topology, new_set.model, group, derive=derivable(group, old_sets))
-        in_host = new_set.slots[[s.name for s in new_set.slots].index(group.names[0])].host
-        tables.append(_add_table(table, topology, in_host, row_of, rank_of_device, saved, wanted, partly_derived))
+        memories = sorted({topology.is_host(p) for g in table.new_groups for p in g.places})
+        for in_host in memories:
+            tables.append(_add_table(table, topology, in_host, row_of, rank_of_device, saved, wanted, partly_derived))
+        if len(memories) > 1:  # what GPUs want too enters their node once, and counts there
+            twice = [len(ranks) > 0 for ranks in tables[-2].wanted_by]
+            tables[-1] = replace(tables[-1], demanded_bytes=np.where(twice, 0, tables[-1].demanded_bytes))
     return Overlap(devices=devices, saved=saved, wanted=wanted, partly_derived=partly_derived, tables=tuple(tables))
 
 
@@ -87,7 +91,8 @@ def _add_table(
     num_devices = topology.num_devices
     class_bytes = np.bincount(table.cls, weights=table.num_bytes, minlength=table.num_classes).astype(np.int64)
     group_ranks = [
-        np.array([rank_of_device[p % num_devices] for p in g.places], dtype=np.int64) for g in table.new_groups
+        np.array([rank_of_device[p % num_devices] for p in g.places if topology.is_host(p) == in_host], dtype=np.int64)
+        for g in table.new_groups
     ]
     holds = np.zeros((table.num_classes, len(topology.nodes)), dtype=bool)
     wanted_by: list[IntArray] = []
@@ -106,7 +111,7 @@ def _add_table(
             wanted[wanted_by[-1]] += class_bytes[cls]
             if len(rows_of_class[-1]):
                 saved[np.ix_(rows_of_class[-1], wanted_by[-1])] += class_bytes[cls]
-    derived = _add_derived(table, topology, rank_of_device, rows_of_class, saved)
+    derived = _add_derived(table, topology, in_host, rank_of_device, rows_of_class, saved)
     # A class counts as demanded unless all of its wanters derive all of it.
     full = np.array(
         [all(derived.get((r, c), 0) == class_bytes[c] for r in w.tolist()) for c, w in enumerate(wanted_by)]
@@ -127,6 +132,7 @@ def _add_table(
 def _add_derived(
     table: AtomTable,
     topology: Topology,
+    in_host: bool,
     rank_of_device: dict[int, int],
     rows_of_class: Sequence[IntArray],
     saved: IntArray,
@@ -137,14 +143,16 @@ def _add_derived(
     """
     derived: dict[tuple[int, int], int] = {}
     for place, intervals in table.derived.items():
+        if topology.is_host(place) != in_host:
+            continue
         rank = rank_of_device[place % topology.num_devices]
         by_class = np.bincount(
             table.cls[intervals], weights=table.num_bytes[intervals], minlength=table.num_classes
         ).astype(np.int64)
-        if not topology.is_host(place):
+        if not in_host:
             saved[:, rank] += int(by_class.sum())
         for cls in np.flatnonzero(by_class).tolist():
-            if not topology.is_host(place):
+            if not in_host:
                 saved[rows_of_class[cls], rank] -= by_class[cls]
             derived[rank, cls] = int(by_class[cls])
     return derived

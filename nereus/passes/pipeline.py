@@ -208,7 +208,8 @@ def storage_bytes(
         fit = storages.fit(stage, slot, device)
         kind = (storages.new if new else storages.old)[stage].state_set.slot(slot)
         assert kind is not None
-        space = topology.num_devices + int(topology.node_of[device]) if kind.host else device
+        in_host = bool((fit.new_host if new else fit.old_host)[tensor])
+        space = topology.num_devices + int(topology.node_of[device]) if in_host else device
         numel = int((fit.new if new else fit.old)[tensor])
         found[device, stage, slot, tensor] = (space, numel * kind.element_bytes)
     return found

@@ -73,7 +73,7 @@ class IrPrinter:
 def holdings_lines(holdings: Holdings) -> Iterator[str]:
     for entry in holdings.sets:
         yield f"{entry.stage}: {_layout(entry)} on {_devices(entry.bound.ranks)}"
-        yield "  " + ", ".join(f"{s.name} {s.dtype}{' @host' if s.host else ''}" for s in entry.slots)
+        yield "  " + ", ".join(f"{s.name} {s.text}" for s in entry.slots)
     for stage in holdings.caches:
         yield f"{stage}: a cache; dropped, and filled by the next weight sync"
 

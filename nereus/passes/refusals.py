@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from nereus.ir.diagnostic import Diagnostic, Label, Severity
@@ -106,24 +104,8 @@ def _held_by_base(before: StateSet, new: Holdings, plan: Plan) -> bool:
     return base.lora is not None and same and bool(new.of_model(base.name))
 
 
-def _partly_in_host(old: Holdings, new: Holdings, plan: Plan) -> Iterator[Diagnostic]:
-    seen: set[str] = set()
-    for state_set in (*old.sets, *new.sets):
-        slots = [slot for slot in state_set.slots if slot.host and slot.host_share < 1]
-        if slots and state_set.stage not in seen:
-            seen.add(state_set.stage)
-            yield Diagnostic(
-                code="NRS5010",
-                severity=Severity.ERROR,
-                headline=f"{state_set.stage} keeps {slots[0].name} = {slots[0].text}: a part of it, and a plan does "
-                "not say which",
-                primary=_label(plan.find_stage(state_set.stage), "state"),
-                help="Write @host for all of it, or idle = offload: then all of it is in host memory at a change.",
-            )
-
-
 def check_state(old: Holdings, new: Holdings, plan: Plan, *, allow_destroy: bool) -> list[Diagnostic]:
-    found = list(_partly_in_host(old, new, plan))
+    found: list[Diagnostic] = []
     for before in old.sets:
         gone = dropped_slots(before, new)
         if gone and not allow_destroy and not _held_by_base(before, new, plan):

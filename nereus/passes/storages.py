@@ -21,11 +21,12 @@ from nereus.ir.plan import Slot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One rank's part of one slot: range ``start..stop`` of the local box of every tensor (empty where it holds
-    none)."""
+    """One rank's part of one slot: range ``start..stop`` of the local box of every tensor (empty where it holds none);
+    ``host``: whether that lies in host memory."""
 
     start: IntArray
     stop: IntArray
+    host: BoolArray
 
     @property
     def numel(self) -> IntArray:
@@ -59,33 +60,63 @@ class SetShares:
         if key not in self._shares:
             absent = state_set.absent_mask(slot)
             found = shares_of(state_set.tensors, self.boxes, state_set.bound.layout, slot, coord, absent)
+            host = state_set.host_mask(slot, coord, found.stop - found.start)
             for row, number in enumerate(found.share.tolist()):
-                share = Share(start=found.start[row], stop=found.stop[row])
+                share = Share(start=found.start[row], stop=found.stop[row], host=host[row])
                 for each in self._shards_of[coord] if number < 0 else (number,):
                     self._shares[rule, coord, each] = share
         return self._shares[key]
 
-    def rule(self, slot: str) -> tuple[str, tuple[int, ...]]:
+    def rule(self, slot: str) -> tuple[object, ...]:
         """Slots with equal rules lie alike."""
-        return self.state_set.bound.layout.shard_rule(slot), dict(self.state_set.absent).get(slot, ())
+        state_set, kind = self.state_set, self.state_set.slot(slot)
+        absent = dict(state_set.absent).get(slot, ())
+        return state_set.bound.layout.shard_rule(slot), absent, kind and (kind.host, kind.host_share)
+
+    def in_host(self, device: int, slot: str, tensor: int) -> bool:
+        """Whether the device's storage of ``tensor`` lies in host memory."""
+        return bool(self.share(slot, *self.class_of(device)).host[tensor])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Total:
+    """Elements in one memory."""
+
+    kept: int
+    old: int
+    new: int
+    largest_old: int
+    largest_new: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Old against new of one (state set, slot) on a device: elements per tensor that stay, go and come."""
+    """Old against new of one (state set, slot) on a device: elements per tensor that stay, go and come, and which of
+    those before and after are in host memory."""
 
     kept: IntArray
     old: IntArray  # not kept
     new: IntArray
+    old_host: BoolArray
+    new_host: BoolArray
 
     @cached_property
-    def largest_old(self) -> int:
-        return int(self.old.max(initial=0))
-
-    @cached_property
-    def totals(self) -> tuple[int, int, int, int]:
-        """Sums of ``kept``, ``old`` and ``new``, and the largest of ``new``."""
-        return int(self.kept.sum()), int(self.old.sum()), int(self.new.sum()), int(self.new.max(initial=0))
+    def memories(self) -> tuple[tuple[bool, Total], ...]:
+        """(in host memory, what stays, goes and comes there), for memories with any."""
+        found = []
+        for host in (False, True):
+            before, after = (self.old_host == host), (self.new_host == host)
+            old, new = self.old[before], self.new[after]
+            total = Total(
+                kept=int(self.kept[after].sum()),
+                old=int(old.sum()),
+                new=int(new.sum()),
+                largest_old=int(old.max(initial=0)),
+                largest_new=int(new.max(initial=0)),
+            )
+            if total.kept or total.old or total.new:
+                found.append((host, total))
+        return tuple(found)
 
 
 class StorageMap:
@@ -117,21 +148,22 @@ class StorageMap:
         old, new = self.old.get(stage), self.new.get(stage)
         old_slot = old.state_set.slot(slot) if old is not None and device in old.rank_of_device else None
         new_slot = new.state_set.slot(slot) if new is not None and device in new.rank_of_device else None
+        alike = old_slot is not None and new_slot is not None and old_slot.dtype == new_slot.dtype
         old_class = old.class_of(device) if old is not None and old_slot is not None else None
         new_class = new.class_of(device) if new is not None and new_slot is not None else None
         key = (
             stage,
             old_class and old and (old.rule(slot), old_class),
             new_class and new and (new.rule(slot), new_class),
-            old_slot == new_slot,
+            alike,
         )
         if key not in self._fits:
             before = old.share(slot, *old_class) if old is not None and old_class is not None else None
             after = new.share(slot, *new_class) if new is not None and new_class is not None else None
             same = None
-            in_place = old_slot == new_slot and old and new and old.state_set.owner == new.state_set.owner
+            in_place = alike and old and new and old.state_set.owner == new.state_set.owner
             if in_place and old and new and old_class and new_class and before and after:
-                same = (before.start == after.start) & (before.stop == after.stop)
+                same = (before.start == after.start) & (before.stop == after.stop) & (before.host == after.host)
                 for bound in ("row_lo", "row_hi", "col_lo", "col_hi"):
                     same &= getattr(old.boxes, bound)[old_class[0]] == getattr(new.boxes, bound)[new_class[0]]
             self._fits[key] = self._fit(stage, before, after, same)
@@ -143,7 +175,8 @@ class StorageMap:
         old = before.numel if before is not None else empty
         new = after.numel if after is not None else empty
         kept = empty if same is None else np.where(same, new, 0)
-        return Fit(kept=kept, old=old - kept, new=new - kept)
+        hosts = [share.host if share is not None else np.zeros(len(empty), dtype=bool) for share in (before, after)]
+        return Fit(kept=kept, old=old - kept, new=new - kept, old_host=hosts[0], new_host=hosts[1])
 
     def devices_of(self, stage: str) -> tuple[int, ...]:
         """Living devices that have a part of the stage before or after."""

@@ -103,13 +103,13 @@ def find_units(diff: Diff, storages: StorageMap, moves: list[Move], topology: To
             for slot, old_slot, new_slot in storages.slots(stage):
                 fit = storages.fit(stage, slot, device)
                 for tensor in np.flatnonzero(fit.old).tolist():
-                    space = host if old_slot is not None and old_slot.host else device
+                    space = host if fit.old_host[tensor] else device
                     width = old_slot.element_bytes if old_slot is not None else 0
                     key = (device, stage, slot, tensor)
                     old_of[key] = len(olds)
                     olds.append(Old(key, space, int(fit.old[tensor]) * width, model_of[stage]))
                 for tensor in np.flatnonzero(fit.new).tolist():
-                    space = host if new_slot is not None and new_slot.host else device
+                    space = host if fit.new_host[tensor] else device
                     key = (device, stage, slot, tensor)
                     width = new_slot.element_bytes if new_slot is not None else 0
                     unit_of[key] = len(units)

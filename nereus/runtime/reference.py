@@ -125,7 +125,7 @@ def expected(plan: Plan, devices: Collection[Device], values: Values) -> Iterato
         experts = _expert_coordinates(layout, coords) if num_experts else [dict[str, int]() for _ in coords]
         expert_of = dict(zip(layout.ranks, experts, strict=True))
         for slot in stage.slots:
-            host = slot.host or stage.idle == "offload" or stage.swap == "host"
+            share = 1.0 if stage.idle == "offload" or stage.swap == "host" else slot.host_share * slot.host
             having = [t for t in tensors if _has(stage, slot.name, t)]
             whole = {t.name: values.bits(model.name, t.name, slot.name, slot.dtype, t.numel) for t in having}
             whole = {t.name: whole[t.name].view(t.shape) for t in having}
@@ -138,10 +138,9 @@ def expected(plan: Plan, devices: Collection[Device], values: Values) -> Iterato
                 alike = [d for d, c in zip(layout.ranks, coords, strict=True) if (c["tp"], c["pp"]) == dense]
                 here = {d: place for place, d in enumerate(alike) if d in ours}
                 shards = layout.fsdp or (len(alike) if layout.zero else 1)
-                for device, name, bits in _dp_parts(layout, slot.name, local, here, shards):
-                    if len(bits):
-                        key = StorageKey(stage.name, name, slot.name)
-                        yield Expected(device, key, stage.model, slot.dtype, host, bits)
+                for device, name, bits, host in _homes(share, _dp_parts(layout, slot.name, local, here, shards)):
+                    key = StorageKey(stage.name, name, slot.name)
+                    yield Expected(device, key, stage.model, slot.dtype, host, bits)
             if not num_experts or not _apart(layout):
                 continue
             spots = {d: (c["pp"], expert_of[d]["ep"], expert_of[d]["etp"]) for d, c in ours.items()}
@@ -155,10 +154,26 @@ def expected(plan: Plan, devices: Collection[Device], values: Values) -> Iterato
                 here = {d: expert_of[d]["edp"] for d, spot in spots.items() if spot == (pp, ep, etp)}
                 ranks_alike = len(layout.ranks) // (layout.pp * layout.ep * _expert_tp(layout))
                 shards = min(layout.fsdp, ranks_alike) if layout.fsdp else (ranks_alike if layout.zero else 1)
-                for device, name, bits in _dp_parts(layout, slot.name, local, here, shards):
-                    if len(bits):
-                        key = StorageKey(stage.name, name, slot.name)
-                        yield Expected(device, key, stage.model, slot.dtype, host, bits)
+                for device, name, bits, host in _homes(share, _dp_parts(layout, slot.name, local, here, shards)):
+                    key = StorageKey(stage.name, name, slot.name)
+                    yield Expected(device, key, stage.model, slot.dtype, host, bits)
+
+
+def _homes(
+    share: float, parts: Iterable[tuple[Device, str, torch.Tensor]]
+) -> Iterator[tuple[Device, str, torch.Tensor, bool]]:
+    """Parts that have elements, and whether each lies in host memory: of what an optimizer has on a device, the first
+    ones, while those before are fewer elements than ``share`` of all."""
+    of_device: dict[Device, list[tuple[str, torch.Tensor]]] = {}
+    for device, name, bits in parts:
+        if len(bits):
+            of_device.setdefault(device, []).append((name, bits))
+    for device, held in of_device.items():
+        enough = sum(len(bits) for _, bits in held) * share
+        before = 0
+        for name, bits in held:
+            yield device, name, bits, before < enough
+            before += len(bits)
 
 
 def _has(stage: Stage, slot: str, tensor: LogicalTensor) -> bool:

@@ -380,10 +380,12 @@ class _Transfer:
 
     def _slot(self, key: StorageKey, new: bool) -> tuple[bool, int]:
         """(in host memory, bytes per element)."""
+        device, stage, name, tensor = key
         storages = self.builder.transition.storages
-        slot = (storages.new if new else storages.old)[key[1]].state_set.slot(key[2])
+        shares = (storages.new if new else storages.old)[stage]
+        slot = shares.state_set.slot(name)
         assert slot is not None
-        return slot.host, slot.element_bytes
+        return shares.in_host(device, name, tensor), slot.element_bytes
 
     def _space_of(self, key: StorageKey, new: bool) -> int:
         return self.num_devices + int(self.node_of[key[0]]) if self._slot(key, new)[0] else key[0]

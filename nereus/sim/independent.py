@@ -61,13 +61,12 @@ def components(transition: Transition) -> tuple[Component, ...]:
         for device in storages.devices_of(stage):
             host = topology.num_devices + int(topology.node_of[device])
             for name, before, after in storages.slots(stage):
-                _, gone, come, _ = storages.fit(stage, name, device).totals
-                if before is not None and gone:
-                    space = host if before.host else device
-                    leaving[space] = leaving.get(space, 0) + gone * before.element_bytes
-                if after is not None and come:
-                    space = host if after.host else device
-                    arriving[space] = arriving.get(space, 0) + come * after.element_bytes
+                for in_host, total in storages.fit(stage, name, device).memories:
+                    space = host if in_host else device
+                    if before is not None and total.old:
+                        leaving[space] = leaving.get(space, 0) + total.old * before.element_bytes
+                    if after is not None and total.new:
+                        arriving[space] = arriving.get(space, 0) + total.new * after.element_bytes
         if arriving or leaving or set(old) != set(new):
             found.append(
                 Component(

@@ -170,12 +170,15 @@ class _Book:
         diff = self.transition.diff
         geometry = diff.geometries[diff.geometry_of[move.table]]
         table, num_devices = diff.tables[move.table], self.transition.topology.num_devices
+        storages, device = self.transition.storages, place % self.transition.topology.num_devices
         found = []
         for state_set in geometry.new_sets if new else geometry.old_sets:
             for slot in self.slots(move):
-                kind = state_set.slot(table.slots[slot])
-                if kind is not None and kind.host == (place >= num_devices):
-                    found.append((place % num_devices, state_set.stage, table.slots[slot], tensor))
+                shares = (storages.new if new else storages.old)[state_set.stage]
+                if state_set.slot(table.slots[slot]) is None or device not in shares.rank_of_device:
+                    continue
+                if shares.in_host(device, table.slots[slot], tensor) == (place >= num_devices):
+                    found.append((device, state_set.stage, table.slots[slot], tensor))
         return found
 
     def slots(self, move: Move) -> tuple[int, ...]:

@@ -12,7 +12,6 @@ from nereus.ir.units import DTYPE_BYTES
 from nereus.models.memory.state import copies
 from nereus.models.slots import slot_applies
 from nereus.models.tensors import logical_tensors
-from nereus.verify.finding import Violation
 from nereus.verify.parts import Parts
 from nereus.verify.segments import BoolArray, IntArray, ints
 from nereus.verify.world import World
@@ -35,14 +34,14 @@ class SlotKind:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateCopy:
-    """``in_host``: of each slot. ``device_of_rank``: numbers of the world."""
+    """``slots``: how much of each its ranks put into host memory. ``device_of_rank``: numbers of the world."""
 
     stage: str
     owner: Stage
     model: str
     tensors: tuple[LogicalTensor, ...]
     parts: Parts
-    slots: dict[SlotKind, bool]
+    slots: dict[SlotKind, float]
     present: dict[str, BoolArray]
     device_of_rank: IntArray
 
@@ -55,12 +54,13 @@ class StateCopy:
         weight, master = self.kind("weight"), self.kind("master")
         if weight is None or master is None or master.dtype != "fp32" or weight.dtype not in _ROUNDED:
             return False
-        return self.slots[weight] == self.slots[master]
+        alike = self.slots[weight] == self.slots[master]
+        return alike or 0 < self.slots[weight] < 1 or 0 < self.slots[master] < 1
 
 
 def state_copies(plan: Plan, world: World) -> tuple[StateCopy, ...]:
     """After a synchronous step every copy of a trained model outside the trainer's processes is a version behind: not
-    counted, nor are discarded ones. Violation where a plan does not say where state is."""
+    counted, nor are discarded ones."""
     trained = {stage.model for stage in plan.stages if stage.kind == "train"}
     found = []
     for copy in copies(plan):
@@ -71,8 +71,6 @@ def state_copies(plan: Plan, world: World) -> tuple[StateCopy, ...]:
         model = copy.model
         tensors = logical_tensors(model.arch, model.head, model.lora)
         to_host = copy.idle == "offload" or copy.swap
-        if not to_host and any(slot.host and slot.host_share < 1 for slot in copy.slots):
-            raise Violation(f"{copy.stage.name} keeps state partly in host memory, and nothing says which part")
         found.append(
             StateCopy(
                 stage=(trainer or copy.stage).name,
@@ -80,7 +78,10 @@ def state_copies(plan: Plan, world: World) -> tuple[StateCopy, ...]:
                 model=model.name,
                 tensors=tensors,
                 parts=Parts(copy.stage, tensors, has_experts=model.arch.moe is not None),
-                slots={SlotKind(slot.name, slot.dtype): slot.host or to_host for slot in copy.slots},
+                slots={
+                    SlotKind(slot.name, slot.dtype): 1.0 if to_host else slot.host_share if slot.host else 0.0
+                    for slot in copy.slots
+                },
                 present={
                     slot.name: np.array([slot_applies(slot.name, t, copy.optimizer) for t in tensors], dtype=bool)
                     for slot in copy.slots

@@ -108,7 +108,7 @@ def _passing(case: Case, stream: Stream) -> _Passing | None:
     num_devices, stride = case.world.num_devices, case.grounds[stream.model].stride
     columns: list[tuple[IntArray, ...]] = []
     for copy in case.old.of_model(stream.model):
-        if stream.kind not in copy.slots or copy.slots[stream.kind]:
+        if stream.kind not in copy.slots or copy.slots[stream.kind] == 1:
             continue
         held = case.old.holding(copy, stream.kind)
         waves = {

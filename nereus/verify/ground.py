@@ -14,7 +14,7 @@ from nereus.verify.copies import SlotKind, StateCopy
 from nereus.verify.document import Grid
 from nereus.verify.finding import Violation
 from nereus.verify.parts import Boxes, RankClass
-from nereus.verify.segments import IntArray, Segments, ints
+from nereus.verify.segments import BoolArray, IntArray, Segments, ints
 from nereus.verify.world import World
 
 
@@ -136,14 +136,18 @@ class Holdings:
             self._shares[key] = copy.parts.share(rank_class, slot, copy.present[slot])
         return self._shares[key]
 
+    def in_host(self, copy: StateCopy, rank_class: RankClass, kind: SlotKind) -> BoolArray:
+        """Per tensor: whether the class's part lies in host memory."""
+        start, stop = self.share(copy, rank_class, kind.name)
+        return copy.parts.in_host(stop - start, copy.slots[kind])
+
     def holding(self, copy: StateCopy, kind: SlotKind) -> Holding:
-        in_host = copy.slots[kind]
-        key = (*self.alike(copy, kind.name), in_host)
+        key = (*self.alike(copy, kind.name), copy.slots[kind])
         if key not in self._found:
-            self._found[key] = self._holding(copy, kind, self.world.num_devices if in_host else 0)
+            self._found[key] = self._holding(copy, kind)
         return self._found[key]
 
-    def _holding(self, copy: StateCopy, kind: SlotKind, offset: int) -> Holding:
+    def _holding(self, copy: StateCopy, kind: SlotKind) -> Holding:
         ground = self.grounds[copy.model]
         columns: list[tuple[IntArray, IntArray, IntArray, IntArray]] = []
         for rank_class in copy.parts.classes:
@@ -153,7 +157,8 @@ class Holdings:
                 continue
             start, stop = self.share(copy, rank_class, kind.name)
             tensor, lo, hi = ground.segments_of(rank_class.boxes, start, stop)
-            place = np.repeat(devices + offset, len(lo))
+            offset = np.where(self.in_host(copy, rank_class, kind), self.world.num_devices, 0)[tensor]
+            place = np.repeat(devices, len(lo)) + np.tile(offset, len(devices))
             tensor, lo, hi = (np.tile(column, len(devices)) for column in (tensor, lo, hi))
             columns.append((place, tensor, lo, hi))
         if not columns:

@@ -221,6 +221,18 @@ class Parts:
             start[mine], stop[mine] = np.clip(lo, 0, numel[mine]), np.clip(hi, 0, numel[mine])
         return start, stop
 
+    def in_host(self, numel: IntArray, share: float) -> BoolArray:
+        """Which parts of a rank (``numel`` per tensor) lie in host memory where ``share`` of them do: in the order of
+        the model, each for as long as those before it are fewer elements than the share. Experts with an optimizer of
+        their own are counted for themselves."""
+        found = numel > 0
+        if share in (0.0, 1.0):
+            return found & (share == 1.0)
+        for mine in (self.is_expert, ~self.is_expert) if self.own_expert_axes else (np.ones_like(self.is_expert),):
+            parts = numel[mine]
+            found[mine] &= np.concatenate(([0], np.cumsum(parts)))[:-1] < share * int(parts.sum())
+        return found
+
 
 def _place_among_equals(rows: IntArray) -> IntArray:
     """How many earlier rows are equal to each row."""

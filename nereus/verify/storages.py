@@ -23,13 +23,14 @@ from nereus.verify.segments import BoolArray, IntArray, meeting
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """One slot of one copy on devices that allocate alike. ``numel`` per tensor; ``stays``: which of the storages the
-    other plan has too."""
+    """One slot of one copy on devices that allocate alike. Per tensor: ``numel``; ``in_host``; ``stays``: which of the
+    storages the other plan has too."""
 
     copy: StateCopy
     kind: SlotKind
     devices: IntArray
     numel: IntArray
+    in_host: BoolArray
     stays: BoolArray
 
 
@@ -42,10 +43,11 @@ class Storages:
             for copy in holdings.copies:
                 twin = next((c for c in others.copies if c.stage == copy.stage), None)
                 alike: dict[tuple[object, ...], list[Group]] = {}  # master and both moments are worked out once
-                for kind, in_host in copy.slots.items():
-                    stays = twin is not None and twin.owner.name == copy.owner.name and twin.slots.get(kind) == in_host
+                for kind, share in copy.slots.items():
+                    stays = twin is not None and twin.owner.name == copy.owner.name and kind in twin.slots
                     same = twin if stays else None
-                    key = (*holdings.alike(copy, kind.name), same and others.alike(same, kind.name))
+                    theirs = same and (*others.alike(same, kind.name), same.slots[kind])
+                    key = (*holdings.alike(copy, kind.name), share, theirs)
                     if key not in alike:
                         alike[key] = list(self._groups(holdings, copy, kind, others, same))
                     groups += [replace(group, kind=kind) for group in alike[key]]
@@ -62,12 +64,15 @@ class Storages:
             devices = copy.device_of_rank[rank_class.ranks]
             devices = devices[self.world.alive[devices]]
             start, stop = holdings.share(copy, rank_class, kind.name)
+            in_host = holdings.in_host(copy, rank_class, kind)
             of_device = twin_class[devices]
             for other in set(of_device.tolist()):
                 stays = np.zeros(len(start), dtype=bool)
                 if other >= 0 and twin is not None:
-                    stays = self._same(rank_class, start, stop, others, twin, twin.parts.classes[other], kind)
-                yield Group(copy, kind, devices[of_device == other], stop - start, stays & (stop > start))
+                    theirs = twin.parts.classes[other]
+                    stays = self._same(rank_class, start, stop, others, twin, theirs, kind)
+                    stays &= in_host == others.in_host(twin, theirs, kind)
+                yield Group(copy, kind, devices[of_device == other], stop - start, in_host, stays & (stop > start))
 
     @staticmethod
     def _same(
@@ -87,21 +92,21 @@ class Storages:
 
     # Bytes
 
-    def space_of(self, group: Group) -> IntArray:
-        """Memory space of the group's storages, per device."""
-        if not group.copy.slots[group.kind]:
-            return group.devices
-        return self.world.num_devices + self.world.node_of[group.devices]
+    def spaces_of(self, group: Group) -> tuple[tuple[IntArray, BoolArray], ...]:
+        """Memory spaces of the group's storages, per device, and which tensors' lie there."""
+        hosts = self.world.num_devices + self.world.node_of[group.devices]
+        return (group.devices, ~group.in_host), (hosts, group.in_host)
 
     def bytes_per_space(self) -> tuple[IntArray, IntArray, IntArray]:
         """(staying, going, coming) bytes per space."""
         found = tuple(np.zeros(self.world.num_spaces, dtype=np.int64) for _ in range(3))
         for groups, changed in ((self.going, 1), (self.coming, 2)):
             for group in groups:
-                width, space = group.kind.num_bytes, self.space_of(group)
-                np.add.at(found[changed], space, int(group.numel[~group.stays].sum()) * width)
-                if changed == 2:
-                    np.add.at(found[0], space, int(group.numel[group.stays].sum()) * width)
+                width = group.kind.num_bytes
+                for space, there in self.spaces_of(group):
+                    np.add.at(found[changed], space, int(group.numel[there & ~group.stays].sum()) * width)
+                    if changed == 2:
+                        np.add.at(found[0], space, int(group.numel[there & group.stays].sum()) * width)
         return found[0], found[1], found[2]
 
     def keys(self, groups: list[Group]) -> dict[Key, tuple[int, int]]:
@@ -109,12 +114,12 @@ class Storages:
         found: dict[Key, tuple[int, int]] = {}
         for group in groups:
             width = group.kind.num_bytes
-            changed = [
-                (t, int(group.numel[t]) * width) for t in np.flatnonzero(~group.stays & (group.numel > 0)).tolist()
-            ]
-            for device, space in zip(group.devices.tolist(), self.space_of(group).tolist(), strict=True):
-                for tensor, size in changed:
-                    found[device, group.copy.stage, group.kind.name, tensor] = (space, size)
+            for spaces, there in self.spaces_of(group):
+                changed = np.flatnonzero(there & ~group.stays & (group.numel > 0))
+                sizes = [(t, int(group.numel[t]) * width) for t in changed.tolist()]
+                for device, space in zip(group.devices.tolist(), spaces.tolist(), strict=True):
+                    for tensor, size in sizes:
+                        found[device, group.copy.stage, group.kind.name, tensor] = (space, size)
         return found
 
     @cached_property

@@ -82,16 +82,23 @@ def check_transition(
     expected = truth(start, end)
     assert certificate.safe, [c for c in certificate.checks if not c[1]]
     assert not expected.lost.any(), "state is lost and the compiler does not say so"
-    assert certificate.moved_bytes == certificate.bound_moved_bytes == expected.moved_bytes
-    assert certificate.node_in_bytes_max == certificate.bound_node_in_bytes_max
-    assert certificate.node_in_bytes_max == max(expected.node_in_bytes.values(), default=0)
-    assert certificate.derived_bytes == expected.derived_bytes
+    assert certificate.bound_moved_bytes == expected.moved_bytes
+    assert certificate.bound_node_in_bytes_max == max(expected.node_in_bytes.values(), default=0)
+    # Slivers that a place could make and fetches: only where masters lie partly in host memory is one so small here.
+    foregone = transition.diff.foregone
+    assert certificate.moved_bytes == certificate.bound_moved_bytes + foregone.moved_bytes
+    if foregone.moved_bytes:
+        assert any(slot.is_split for state_set in transition.new_holdings.sets for slot in state_set.slots)
+        assert certificate.derived_bytes < expected.derived_bytes
+    else:
+        assert certificate.node_in_bytes_max == certificate.bound_node_in_bytes_max
+        assert certificate.derived_bytes == expected.derived_bytes
     assert certificate.best_bound_moved_bytes <= certificate.bound_moved_bytes
     assert certificate.best_bound_node_in_bytes_max <= certificate.bound_node_in_bytes_max
     assert certificate.best_bound_transfer_s <= certificate.bound_transfer_s <= certificate.transfer_s * (1 + 1e-9)
     assert certificate.best_bound_peak_bytes_max <= certificate.bound_peak_bytes_max
     outcome = run(transition, start.storages if before is None else before, universe.weight_of, seed)
-    assert outcome.moved_bytes == expected.moved_bytes
+    assert outcome.moved_bytes == certificate.moved_bytes
     _check_elements(outcome, end, expected)
     _check_peaks(transition, outcome)
     return {

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from nereus.ir.arch import Arch
 from nereus.ir.cluster import Device
-from nereus.ir.plan import Plan, Stage
+from nereus.ir.plan import Plan, Slot, Stage
 from nereus.ir.tensor import LogicalTensor
 from nereus.ir.units import DTYPE_BYTES
 from nereus.models.tensors import logical_tensors
@@ -137,6 +137,18 @@ def copies(plan: Plan) -> Iterator[Stage]:
             yield replace(lead, kind=(trainers or [lead])[0].kind, slots=fullest.slots)
 
 
+def in_host(slot: Slot, held: dict[str, Ids]) -> set[str]:
+    """Tensors whose part goes to host memory: one after the other, until those there are enough."""
+    if not slot.host or slot.host_share == 1:
+        return set(held) if slot.host else set()
+    enough = sum(len(ids) for ids in held.values()) * slot.host_share
+    found: set[str] = set()
+    for name, ids in held.items():
+        if sum(len(held[other]) for other in found) < enough and len(ids):
+            found.add(name)
+    return found
+
+
 class Universe:
     """Numbers for every element of every slot that either plan has."""
 
@@ -171,7 +183,7 @@ class Universe:
 
 @dataclass(frozen=True)
 class Copy:
-    """One rank's part of one slot of one copy, wherever the rank lies."""
+    """One rank's part of one slot of one copy in one memory, wherever the rank lies."""
 
     stage: str
     host_stage: str
@@ -179,7 +191,6 @@ class Copy:
     slot: str
     in_host: bool
     tensors: dict[str, Ids]
-    derives: bool  # the weights of a rank whose master lies in the same memory
 
 
 class State:
@@ -192,7 +203,6 @@ class State:
         for stage in copies(plan):
             model, host = plan.model(stage.model), host_stage(plan, stage)
             to_host = stage.idle == "offload" or stage.swap == "host"
-            lies = {slot.name: slot.host or to_host for slot in stage.slots}
             for rank, coord in enumerate(coordinate_of_rank(host)):
                 for slot in stage.slots:
                     share = rank_share(host, model.arch, model.head, slot.name, coord)
@@ -201,8 +211,11 @@ class State:
                         for name, flat in share.items()
                         if len(flat)
                     }
-                    derives = slot.name == "weight" and lies.get("master") == lies["weight"]
-                    self.copies.append(Copy(stage.name, host.name, rank, slot.name, lies[slot.name], ids, derives))
+                    offloaded = set(ids) if to_host else in_host(slot, ids)
+                    for memory in (False, True):
+                        part = {name: flat for name, flat in ids.items() if (name in offloaded) == memory}
+                        if part:
+                            self.copies.append(Copy(stage.name, host.name, rank, slot.name, memory, part))
 
     @cached_property
     def storages(self) -> dict[Key, Ids]:
@@ -277,13 +290,12 @@ def truth(old: State, new: State) -> Truth:
 
 
 def _derivable(new: State, place: Place, fresh: Mask) -> Mask:
-    """Weight elements whose master arrives at ``place``, in a copy that keeps both there. A fresh master is made from
-    the weights, so they cannot be made from it."""
+    """Weight elements whose master arrives at ``place``. A fresh master is made from the weights, so they cannot be
+    made from it."""
     universe = new.universe
     mask = np.zeros(universe.numel, dtype=bool)
-    ranks = {(c.stage, c.rank) for c in new.copies if c.derives and (new.ranks[c.stage][c.rank], c.in_host) == place}
     for c in new.copies:
-        if c.slot == "master" and (c.stage, c.rank) in ranks:
+        if c.slot == "master" and (new.ranks[c.stage][c.rank], c.in_host) == place:
             for ids in c.tensors.values():
                 mask[universe.weight_of[ids[~fresh[ids]]]] = True
     return mask

@@ -80,6 +80,10 @@ def trainer(on: Cluster, devices: tuple[Device, ...] | None = None, arch: Arch =
     return Plan(cluster=on, models=(actor,), workload=WORKLOAD, stages=(one,))
 
 
+#: Share of a slot in host memory, for slots that lie there.
+SHARES = st.sampled_from([1.0, 1.0, 0.5, 0.3, 0.75])
+
+
 # -- strategies ------------------------------------------------------------------------------------------------------
 
 
@@ -208,7 +212,9 @@ def trained(draw: st.DrawFn, model: Model, available: tuple[Device, ...]) -> Sta
     slots: tuple[Slot, ...] = found.slots
     if draw(st.integers(0, 4)) == 0:
         names = draw(st.sampled_from([("exp_avg", "exp_avg_sq"), ("master", "exp_avg", "exp_avg_sq")]))
-        slots = tuple(replace(s, host=s.name in names) for s in slots)
+        slots = tuple(
+            replace(s, host=s.name in names, host_share=draw(SHARES)) if s.name in names else s for s in slots
+        )
     return replace(found, idle=idle, slots=slots)
 
 
@@ -237,9 +243,9 @@ def _same_precision(old: Plan, new: Plan) -> Plan:
     for one in new.stages:
         if one.model == "actor":
             model = next(m for m in models if m.name == "actor")
-            host = {s.name: s.host for s in one.slots}
+            known = {s.name: s for s in one.slots}
             slots = default_slots(trains=one.kind == "train", precision=model.precision, optimizer=None)
-            one = replace(one, slots=tuple(replace(s, host=host.get(s.name, False)) for s in slots))
+            one = replace(one, slots=tuple(replace(known.get(s.name, s), dtype=s.dtype) for s in slots))
         stages.append(one)
     return replace(new, models=models, stages=tuple(stages))
 
@@ -253,6 +259,6 @@ def describe(plan: Plan) -> str:
             for key in ("with_", "tp", "pp", "cp", "dp", "zero", "fsdp", "order", "idle", "swap", "pp_split")
             if getattr(one, key)
         }
-        held = " ".join(f"{s.name}:{s.dtype}{'@host' * s.host}" for s in one.slots)
+        held = " ".join(f"{s.name}:{s.text}" for s in one.slots)
         lines.append(f"  {one.name} on {' '.join(map(str, one.ranks))} {settings} {held}")
     return "\n".join(lines)

@@ -82,6 +82,11 @@ def layouts(draw: st.DrawFn, model: Model, optimizer: str) -> Plan:
             Slot(name=s.name, dtype="bf16", host=s.name == "exp_avg") if s.name.startswith("exp") else s
             for s in more["slots"]
         )
+    if draw(st.booleans()):  # optimizer state partly in host memory
+        share = draw(st.sampled_from([0.25, 0.5, 0.9]))
+        more["slots"] = tuple(
+            replace(s, host=True, host_share=share) if s.name != "weight" else s for s in more["slots"]
+        )
     devices = tuple(draw(st.permutations(EIGHT.devices)))[:count]
     return plan(stage(model, "train", devices, place=devices, **more), on=EIGHT, models=(model,))
 

@@ -55,9 +55,8 @@ def stage_flows(transition: Transition) -> dict[str, StageFlow]:
     for stage, flow in flows.items():
         for name, _, slot in storages.slots(stage):
             if slot is not None:
-                untouched = sum(
-                    storages.fit(stage, name, device).totals[0] for device in storages.new[stage].rank_of_device
-                )
+                fits = (storages.fit(stage, name, device) for device in storages.new[stage].rank_of_device)
+                untouched = sum(total.kept for fit in fits for _, total in fit.memories)
                 flow.untouched_bytes += untouched * slot.element_bytes
     return flows
 

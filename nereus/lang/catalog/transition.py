@@ -203,24 +203,6 @@ ENTRIES: tuple[CodeEntry, ...] = (
         fix="No fault if the same model is meant. Give another model a name of its own.",
     ),
     CodeEntry(
-        code="NRS5010",
-        title="a slot lies partly in host memory at the change",
-        cause=(
-            "@host(0.5) keeps about half of a slot on the host. The framework chooses the tensors when it builds its "
-            "optimizer (Megatron those that come first, DeepSpeed the last of its groups), so a plan "
-            "does not say where an element lies, and a transition of plans cannot be compiled. Memory counts the share."
-        ),
-        example=_two(
-            plan("stage actor.train { on = n[0-1]  tp = 4  micro_batch = 1  state { exp_avg = fp32 @host(0.5) } }"),
-            'extends "old.plan"\nstage actor.train { tp = 2 }\n',
-        ),
-        command="diff",
-        fix=(
-            "Plan with @host. A stage with idle = offload is wholly in host memory at a change, whatever its share "
-            "while it runs."
-        ),
-    ),
-    CodeEntry(
         code="NRS5501",
         title="the file is no saved transition",
         cause="It is not JSON, or JSON of another kind: a plan, or the output of nereusc diff --json.",

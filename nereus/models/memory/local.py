@@ -93,7 +93,27 @@ def _alike(slot: str, optimizer: str | None) -> tuple[str, str | None]:
 
 def local_numel(shapes: LocalShapes, shards: Sharding) -> int:
     """Elements on the fullest rank of the shard group."""
-    return _sharded(shapes.dense, shards.rule, shards.num_dense) + _sharded(
+    return sum(dense_and_expert(shapes, shards))
+
+
+def largest_part(shapes: LocalShapes, shards: Sharding) -> tuple[int, int]:
+    """Most elements that a rank holds of one tensor that is no expert's, and of one that is."""
+    dense = max((_part(rows, cols, shards.rule, shards.num_dense) for rows, cols, _ in shapes.dense), default=0)
+    expert = max((_part(rows, cols, shards.rule, shards.num_expert) for rows, cols, _ in shapes.expert), default=0)
+    return dense, expert
+
+
+def _part(rows: int, cols: int, rule: str, num_shards: int) -> int:
+    if rule == "param":
+        return -(-rows * cols // num_shards)
+    if rule == "dim0":
+        return -(-rows // num_shards) * cols
+    return rows * cols  # a range of boxes laid end to end may have one of them whole
+
+
+def dense_and_expert(shapes: LocalShapes, shards: Sharding) -> tuple[int, int]:
+    """``local_numel`` in its two parts."""
+    return _sharded(shapes.dense, shards.rule, shards.num_dense), _sharded(
         shapes.expert, shards.rule, shards.num_expert
     )
 

@@ -12,8 +12,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nereus.ir.layout import layout_of
+from nereus.ir.offload import least_in_host, most_in_host
 from nereus.ir.plan import Model, Plan, Slot, Stage
-from nereus.models.memory.local import LocalShapes, local_numel, local_shapes, sharding
+from nereus.models.memory.local import (
+    LocalShapes,
+    dense_and_expert,
+    largest_part,
+    local_numel,
+    local_shapes,
+    sharding,
+)
 from nereus.models.slots import default_slots
 
 GRADIENT_BYTES = 4  # fp32, only while a train stage runs
@@ -115,9 +123,21 @@ def slot_bytes(copy: Copy, slot: Slot, index: int) -> int:
 
 
 def device_slot_bytes(copy: Copy, slot: Slot, index: int) -> int:
-    """Those of ``slot_bytes`` that lie in GPU memory while the stage runs."""
-    num_bytes = slot_bytes(copy, slot, index)
-    return num_bytes - slot.host_bytes(num_bytes)
+    """Those of ``slot_bytes`` that lie in GPU memory while the stage runs, at most."""
+    if not slot.is_split:
+        return 0 if slot.host else slot_bytes(copy, slot, index)
+    numel = slot_bytes(copy, slot, index) // slot.element_bytes
+    return (numel - least_in_host(numel, slot.host_share)) * slot.element_bytes
+
+
+def host_slot_bytes(copy: Copy, slot: Slot, index: int) -> int:
+    """Bytes of ``slot`` in host memory while the stage runs, at most: a share of it ends with a whole part, and which
+    part that is depends on the order in which the framework takes them."""
+    if not slot.is_split:
+        return slot_bytes(copy, slot, index) if slot.host else 0
+    shapes, shards = copy.shapes_of(slot.name)[index], sharding(copy.stage, slot.name)
+    held = zip(dense_and_expert(shapes, shards), largest_part(shapes, shards), strict=True)
+    return sum(most_in_host(numel, slot.host_share, part) for numel, part in held) * slot.element_bytes
 
 
 def gradient_bytes(copy: Copy, index: int) -> int:
@@ -141,8 +161,7 @@ def device_state_bytes(copy: Copy, index: int) -> int:
 def host_state_bytes(copy: Copy, index: int) -> int:
     """What one rank keeps in host memory: the whole copy where it is offloaded or swapped, else its host slots."""
     whole = copy.idle == "offload" or copy.swap
-    held = ((slot, slot_bytes(copy, slot, index)) for slot in copy.slots)
-    return sum(num_bytes if whole else slot.host_bytes(num_bytes) for slot, num_bytes in held)
+    return sum((slot_bytes if whole else host_slot_bytes)(copy, slot, index) for slot in copy.slots)
 
 
 def pipeline_index_of_ranks(stage: Stage) -> list[int]:

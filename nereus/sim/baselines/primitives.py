@@ -101,7 +101,7 @@ def _lower(problem: Problem, stage: str) -> _Lowered:
     old, new = problem.old_holdings.find(stage), problem.new_holdings.find(stage)
     for state_set in (old, new):
         if state_set is not None:
-            reason = outside_scope(plan_layout(state_set))
+            reason = outside_scope(state_set)
             if reason is not None:
                 raise _OutOfScope(f"{stage}: {reason} is not part of the paper's units")
     if old is None:

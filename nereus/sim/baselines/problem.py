@@ -87,13 +87,13 @@ class Problem:
         for device in self.storages.devices_of(stage):
             host = self.num_devices + self.links.node(device)
             for name, old_slot, new_slot in self.storages.slots(stage):
-                stay, gone, come, _ = self.storages.fit(stage, name, device).totals
-                if new_slot is not None:
-                    place = host if new_slot.host else device
-                    kept[place] += stay * new_slot.element_bytes
-                    new[place] += come * new_slot.element_bytes
-                if old_slot is not None:
-                    old[host if old_slot.host else device] += gone * old_slot.element_bytes
+                for in_host, total in self.storages.fit(stage, name, device).memories:
+                    place = host if in_host else device
+                    if new_slot is not None:
+                        kept[place] += total.kept * new_slot.element_bytes
+                        new[place] += total.new * new_slot.element_bytes
+                    if old_slot is not None:
+                        old[place] += total.old * old_slot.element_bytes
         return SetBytes(kept=kept, old=old, new=new)
 
     def rank_places(self, stage: str) -> dict[int, tuple[int, int]]:

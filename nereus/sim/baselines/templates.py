@@ -69,7 +69,7 @@ class Templates:
             for side in sides:
                 assert side is not None
                 layout = plan_layout(side)
-                reason = outside_scope(layout)
+                reason = outside_scope(side)
                 if reason is not None:
                     return f"{stage}: {reason} is not known"
                 layouts.append(layout)

@@ -8,7 +8,7 @@ import numpy as np
 
 from nereus.ir.cluster import Device
 from nereus.ir.holdings import StateSet
-from nereus.ir.layout import MEGATRON_VOCAB_MULTIPLE, SHARD_NONE, BoundLayout, IntArray, Layout
+from nereus.ir.layout import MEGATRON_VOCAB_MULTIPLE, SHARD_NONE, BoundLayout, IntArray
 from nereus.ir.plan import ORDER_REPLICA, Plan
 from nereus.passes.atoms import AtomTable, build_atoms, model_geometry
 from nereus.passes.diff import slot_groups
@@ -23,8 +23,11 @@ def replicated(plan: Plan) -> Plan:
     return replace(plan, stages=tuple(replace(s, zero=0) if s.zero in (1, 2) else s for s in plan.stages))
 
 
-def outside_scope(layout: Layout) -> str | None:
-    """What of ``layout`` the paper's units cannot express."""
+def outside_scope(state_set: StateSet) -> str | None:
+    """What of a state set the paper's units cannot express."""
+    layout = plan_layout(state_set)
+    if any(slot.is_split for slot in state_set.slots):
+        return "state partly in host memory"
     if layout.cp > 1:
         return "context parallelism"
     if layout.splits_experts:
