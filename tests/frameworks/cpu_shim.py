@@ -27,7 +27,14 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, torch.device) and device.type == "cuda"
 
 
+class HostTensor(torch.Tensor):
+    """A tensor in host memory, where ``apart_from_host`` was called. What is computed from it alone is one too."""
+
+
 class CudaToCpu(TorchFunctionMode):
+    #: Whether other tensors say that they lie on a GPU, and ``cpu()`` copies them into host memory.
+    apart = False
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
@@ -35,6 +42,10 @@ class CudaToCpu(TorchFunctionMode):
             return args[0]
         if name == "pin_memory" and args:
             return args[0]
+        if self.apart and func == torch.Tensor.is_cuda.__get__:
+            return not isinstance(args[0], HostTensor)
+        if self.apart and name == "cpu" and not isinstance(args[0], HostTensor):
+            return args[0].detach().clone().as_subclass(HostTensor)
         if name == "type" and len(args) == 1 and not kwargs:  # optimizers compare with "torch.cuda.FloatTensor"
             return func(*args).replace("torch.", "torch.cuda.", 1)
         if _is_cuda(kwargs.get("device")):
@@ -163,6 +174,13 @@ def install() -> None:
     mode = CudaToCpu()
     mode.__enter__()
     _installed.append(mode)
+
+
+def apart_from_host() -> None:
+    """From now on the CPU's memory stands for a GPU's, and only what ``cpu()`` returns lies in host memory: for
+    optimizers that put some of their state there. After ``install()``."""
+    for mode in _installed:
+        mode.apart = True
 
 
 class GroupStepAdamW(torch.optim.Optimizer):

@@ -55,6 +55,8 @@ class At:
     vocab_multiple: int = 32
     bucket: int | None = None  # parameters in a bucket; with it collectives overlap backward and forward
     clip: float = 1.0
+    offload: float | None = None  # of the optimizer's state in host memory
+    precise: bool = False  # precision-aware: masters are the inner optimizer's
 
     def __str__(self) -> str:
         parts = [f"tp{self.tp}", f"pp{self.pp}"]
@@ -62,7 +64,8 @@ class At:
         parts += [f"vp{self.vp}"] if self.vp else []
         parts += [f"first{self.first}"] if self.first else []
         parts += [f"ep{self.ep}"] if self.ep > 1 else []
-        return " ".join((*parts, str(self.optimizer), "bf16" if self.bf16 else "fp32"))
+        parts += [f"offload{self.offload:g}"] if self.offload is not None else []
+        return " ".join((*parts, str(self.optimizer), "bf16" if self.bf16 else "fp32", *["precise"] * self.precise))
 
 
 @dataclass
@@ -169,6 +172,8 @@ def build(
 
     cpu_shim.install()
     cpu_shim.install_megatron()
+    if at.offload is not None:
+        cpu_shim.apart_from_host()
     import megatron.core.optimizer as optimizers
     from megatron.core import parallel_state as state
     from megatron.core.distributed import (
@@ -281,6 +286,8 @@ def optimizer_of(chunks: list[Any], at: At) -> tuple[Any, Any]:
             optimizer="adam", lr=1e-2, min_lr=1e-3, weight_decay=0.01, clip_grad=at.clip, bf16=at.bf16,
             params_dtype=torch.bfloat16 if at.bf16 else torch.float32,
             use_distributed_optimizer=at.optimizer == "distributed", overlap_param_gather=at.bucket is not None,
+            optimizer_cpu_offload=at.offload is not None, optimizer_offload_fraction=at.offload or 0.0,
+            use_precision_aware_optimizer=at.precise,
         ),
         chunks,
     )  # fmt: skip

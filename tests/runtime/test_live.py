@@ -6,6 +6,7 @@ slicing, as frameworks do; their fragments are read off the values.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nereus.ir.described import DescriptionError, describe_layout
 from nereus.ir.fragment import Fragment
 from nereus.ir.tensor import LogicalTensor
 from nereus.runtime.adapters.base import BindError, Binding, BindingBuilder
@@ -94,13 +96,14 @@ def rows(shape: Shape, shards: int) -> Ranks:
     return ranks
 
 
-def bind(shape: Shape, ranks: Ranks, *, filled: bool) -> list[Binding]:
+def bind(shape: Shape, ranks: Ranks, *, filled: bool, hosts: random.Random | None = None) -> list[Binding]:
+    """``hosts``: draws which storages lie in host memory."""
     bindings = []
     for rank, storages in enumerate(ranks):
         builder = BindingBuilder(rank=rank)
         for name, labels in storages.items():
             data = labels.clone().contiguous() if filled else torch.full(labels.shape, -7)
-            number = builder.storage(name, data.to(torch.int64))
+            number = builder.storage(name, data.to(torch.int64), host=hosts is not None and hosts.random() < 0.5)
             builder.fragments += read_off(shape, labels, number)
         bindings.append(builder.finish())
     return bindings
@@ -189,13 +192,15 @@ def assert_equal(bindings: list[Binding], ranks: Ranks) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(cases())
-def test_moves_are_right_by_position_and_back_is_the_identity(case: tuple[Shape, list[Ranks]]) -> None:
+@given(cases(), st.randoms())
+def test_moves_are_right_by_position_and_back_is_the_identity(
+    case: tuple[Shape, list[Ranks]], hosts: random.Random
+) -> None:
     shape, layouts = case
-    bindings = bind(shape, layouts[0], filled=True)
+    bindings = bind(shape, layouts[0], filled=True, hosts=hosts)
     at = layouts[0]
     for ranks in (layouts[1], layouts[2], layouts[0]):
-        new = bind(shape, ranks, filled=False)
+        new = bind(shape, ranks, filled=False, hosts=hosts)
         a, b = participants(bindings, new)
         move_here(a, b, shape.tensors)
         assert_equal(new, ranks)
@@ -210,6 +215,21 @@ def test_what_no_rank_holds_is_named() -> None:
     a, b = participants(bind(shape, missing, filled=True), bind(shape, stacked(shape, 4), filled=False))
     with pytest.raises(MoveError, match=r"elements of k weight:int64 are wanted and held by none"):
         move_here(a, b, shape.tensors)
+
+
+def test_a_part_of_a_tensor_lies_whole_in_one_memory() -> None:
+    tensors = (LogicalTensor(name="w", shape=(4, 2)),)
+    builder = BindingBuilder(rank=0)
+    for row, host in ((0, True), (2, False)):
+        number = builder.storage(f"rows {row}", torch.zeros(2, 2), host=host)
+        builder.fragments.append(
+            Fragment(
+                tensor="w", slot="weight", storage=number, row_lo=row, row_hi=row + 2, col_lo=0, col_hi=2, start=0,
+                stop=4, origin=0, stride=2,
+            )
+        )  # fmt: skip
+    with pytest.raises(DescriptionError, match="rank 0: w weight: .* in host memory and .* on the GPU"):
+        describe_layout(tensors, [builder.finish().state])
 
 
 def test_shared_memory_is_refused() -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from nereus.ir.fragment import Segment, fragments_of
 from nereus.models.naming.base import UnknownParameter
 from nereus.models.naming.megatron import MegatronNaming
-from nereus.runtime.adapters import megatron_checklist, megatron_job
+from nereus.runtime.adapters import megatron_checklist, megatron_hybrid, megatron_job
 from nereus.runtime.adapters.base import BindError, Binding, BindingBuilder, PostCondition
 from nereus.runtime.adapters.megatron_layout import ELEMENTWISE, MegatronLayout, Param, layout_of, make_state
 from nereus.runtime.adapters.megatron_refuse import COUNTERS, classify
@@ -71,8 +71,10 @@ class MegatronAdapter:
         builder = BindingBuilder(rank=self.rank, derived=found.derived, caches=found.caches)
         home = layout.params[0].tensor.device.type
 
-        def add(param: Param, slot: str, name: str, data: torch.Tensor, start: int, stop: int) -> None:
-            host = data.device.type == "cpu" and home != "cpu"
+        def add(
+            param: Param, slot: str, name: str, data: torch.Tensor, start: int, stop: int, host: bool = False
+        ) -> None:
+            host = host or (data.device.type == "cpu" and home != "cpu")
             number = builder.storage(name, data, host=host)
             if builder.memory[number].data_ptr() != data.data_ptr():
                 raise BindError(f"{name} cannot be seen as the memory that it is")
@@ -86,7 +88,6 @@ class MegatronAdapter:
                 stop=stop,
             )
 
-        rounded = {s.param.name for leaf in layout.leaves for s in leaf.shards if not s.is_weight}
         derived = self._rounded_everywhere(layout) if self.derive_weights else set()
         for param in layout.params:
             if param.name in derived:
@@ -96,11 +97,15 @@ class MegatronAdapter:
         for leaf in layout.leaves:
             for shard in leaf.shards:
                 param = shard.param
-                if param.name in rounded:
-                    add(param, "master", f"{param.name} master", shard.tensor.data, shard.start, shard.stop)
+                part = shard.start, shard.stop
+                if shard.master is not None:  # one that the wrapper made is on the GPU, whatever is stepped
+                    host = shard.host and shard.master is not shard.tensor
+                    add(param, "master", f"{param.name} master", shard.master.data, *part, host)
                 for slot, value in leaf.inner.state.get(shard.tensor, {}).items():
                     if slot in ELEMENTWISE and value is not None:
-                        add(param, slot, f"{param.name} {slot}", value, shard.start, shard.stop)
+                        add(param, slot, f"{param.name} {slot}", value, *part, shard.host)
+            if megatron_hybrid.is_hybrid(leaf.inner) and leaf.inner.cpu_copys_map_gpu_param:
+                builder.derived.append(f"{leaf.kind}: host copies of what it steps there")
         return builder.finish()
 
     def _layout(self) -> MegatronLayout:
@@ -163,6 +168,9 @@ class MegatronAdapter:
         self._expected = job_state
         if self.derive_weights:
             self._round_weights(layout)
+        for leaf in layout.leaves:
+            if megatron_hybrid.is_hybrid(leaf.inner):
+                megatron_hybrid.copy_to_host(leaf.inner)
         for chunk in layout.chunks:
             if chunk.ddp is not None:
                 chunk.ddp.zero_grad_buffer()
@@ -177,9 +185,9 @@ class MegatronAdapter:
     def _round_weights(self, layout: MegatronLayout) -> None:
         for leaf in layout.leaves:
             for shard in leaf.shards:
-                if not shard.is_weight:
+                if shard.master is not None:
                     weight = shard.param.tensor.detach().view(-1)[shard.start : shard.stop]
-                    weight.copy_(shard.tensor.view(-1))
+                    weight.copy_(shard.master.view(-1))
         if any(leaf.distributed for leaf in layout.leaves):
             for chunk in layout.chunks:
                 if chunk.ddp is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nereus.runtime.adapters import megatron_hybrid
 from nereus.runtime.adapters.base import BindError, PostCondition
 from nereus.runtime.adapters.megatron_job import (
     RATES,
@@ -180,11 +181,11 @@ def _inside(part: torch.Tensor, whole: torch.Tensor) -> bool:
 
 def _masters(leaf: Leaf) -> str | None:
     for shard in leaf.shards:
-        if not shard.is_weight:
+        if shard.master is not None:
             weight = shard.param.tensor.detach().view(-1)[shard.start : shard.stop]
-            if not torch.equal(shard.tensor.detach().view(-1).to(weight.dtype), weight):
+            if not torch.equal(shard.master.detach().view(-1).to(weight), weight):
                 return f"{shard.param.name}: the weight is not its rounded master"
-    return None
+    return megatron_hybrid.stale(leaf.inner) if megatron_hybrid.is_hybrid(leaf.inner) else None
 
 
 def _coverage(layout: MegatronLayout, num_layers: int) -> str | None:

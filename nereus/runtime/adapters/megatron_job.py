@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from nereus.runtime.adapters import megatron_hybrid
 from nereus.runtime.adapters.base import BindError
 from nereus.runtime.adapters.megatron_layout import Leaf, MegatronLayout, counts_per_parameter
 
@@ -40,16 +41,21 @@ def step_of(leaf: Leaf, group: Mapping[str, Any]) -> int | None:
     """Updates that the group has seen; None where this rank has none of its parameters. BindError where they differ."""
     if not group["params"]:
         return None
-    if not counts_per_parameter(leaf.inner):
+    if megatron_hybrid.is_hybrid(leaf.inner):
+        counts = megatron_hybrid.steps(leaf.inner, group)
+    elif not counts_per_parameter(leaf.inner):
         return int(group.get("step", 0))
-    counts = {int(leaf.inner.state[p]["step"]) for p in group["params"] if "step" in leaf.inner.state.get(p, {})}
+    else:
+        counts = {int(leaf.inner.state[p]["step"]) for p in group["params"] if "step" in leaf.inner.state.get(p, {})}
     if len(counts) > 1:
         raise BindError(f"parameters of group ({group_key(group)}) count different steps: {sorted(counts)}")
     return counts.pop() if counts else 0
 
 
 def set_step(leaf: Leaf, group: dict[str, Any], step: int) -> None:
-    if counts_per_parameter(leaf.inner):
+    if megatron_hybrid.is_hybrid(leaf.inner):
+        megatron_hybrid.set_steps(leaf.inner, group, step)
+    elif counts_per_parameter(leaf.inner):
         for param in group["params"]:
             state = leaf.inner.state.get(param)
             if state:

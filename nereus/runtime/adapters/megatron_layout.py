@@ -10,6 +10,7 @@ import torch
 
 from nereus.models.naming.base import Where
 from nereus.models.naming.megatron import MegatronNaming, unwrapped
+from nereus.runtime.adapters import megatron_hybrid
 from nereus.runtime.adapters.base import BindError, FrameworkMissing
 
 #: State of the inner optimizer that has one number for each of the parameter's elements.
@@ -45,13 +46,16 @@ class Param:
 @dataclass(frozen=True, slots=True)
 class Shard:
     """Elements ``start .. stop`` of a parameter as the inner optimizer knows them: ``tensor`` is one of its own
-    parameters, a master copy or (``is_weight``) the weight itself."""
+    parameters, a master copy or (``is_weight``) the weight itself. ``master``: the fp32 copy, wherever it is kept.
+    ``host``: state of the inner optimizer, and a master that it keeps itself, lie in host memory."""
 
     param: Param
     tensor: torch.Tensor
     start: int
     stop: int
     is_weight: bool
+    master: torch.Tensor | None
+    host: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,15 +196,16 @@ def _leaf(wrapper: Any, by_id: dict[int, Param], unknown: list[str]) -> Leaf | N
         known = ", ".join((*readers, "ChainedOptimizer"))
         unknown.append(f"optimizer {type(wrapper).__module__}.{kind} is not known (known are {known})")
         return None
-    if getattr(wrapper.config, "use_precision_aware_optimizer", False):
+    hybrid = wrapper.optimizer if megatron_hybrid.is_hybrid(wrapper.optimizer) else None
+    if hybrid is None and getattr(wrapper.config, "use_precision_aware_optimizer", False):
         unknown.append(f"{kind}: use_precision_aware_optimizer keeps masters inside the optimizer; switch it off")
         return None
     if getattr(getattr(wrapper, "ddp_config", None), "use_megatron_fsdp", False):
         unknown.append(f"{kind}: use_megatron_fsdp shards parameters in a way that is not described; switch it off")
         return None
-    inner = type(wrapper.optimizer).__name__
-    if inner == "HybridDeviceOptimizer":
-        unknown.append(f"{kind} over {inner}: optimizer state split between host and device is not described")
+    fault = megatron_hybrid.exchanged(hybrid) if hybrid is not None else None
+    if fault is not None:
+        unknown.append(f"{kind}: {fault}")
         return None
     shards = []
     for param, tensor, start, stop, is_weight in reader(wrapper):
@@ -211,7 +216,11 @@ def _leaf(wrapper: Any, by_id: dict[int, Param], unknown: list[str]) -> Leaf | N
         if is_weight and tensor.data_ptr() != known_param.tensor.data_ptr() + start * tensor.element_size():
             unknown.append(f"{kind}: its shard of {known_param.name} is no longer part of the parameter's memory")
             continue
-        shards.append(Shard(known_param, tensor, start, stop, is_weight))
+        master, host = None if is_weight else tensor, False
+        if hybrid is not None:
+            own = megatron_hybrid.master_of(hybrid, tensor)
+            master, host = master if own is None else own, megatron_hybrid.in_host(hybrid, tensor)
+        shards.append(Shard(known_param, tensor, start, stop, is_weight, master, host))
     expert = any(group.get("is_expert_parallel") for group in wrapper.optimizer.param_groups)
     return Leaf("expert" if expert else "dense", kind, wrapper, wrapper.optimizer, tuple(shards))
 
@@ -236,10 +245,10 @@ def _float16(wrapper: Any) -> _Found:
 
 def _distributed(wrapper: Any) -> _Found:
     """Only what lies in this rank's part of each bucket: maybe nothing, maybe padding only."""
-    pairs = (
-        (wrapper.model_float16_groups, wrapper.shard_fp32_from_float16_groups, False),
-        (wrapper.model_fp32_groups, wrapper.shard_fp32_groups, True),
-    )
+    half = (wrapper.model_float16_groups, wrapper.shard_fp32_from_float16_groups, False)
+    if getattr(wrapper.config, "use_precision_aware_optimizer", False):  # the inner optimizer has the masters
+        half = (wrapper.model_float16_groups, wrapper.shard_float16_groups, True)
+    pairs = (half, (wrapper.model_fp32_groups, wrapper.shard_fp32_groups, True))
     for models, shards, is_weight in pairs:
         for params, tensors in zip(models, shards, strict=True):
             for param, tensor in zip(params, tensors, strict=True):
@@ -259,6 +268,9 @@ def counts_per_parameter(inner: Any) -> bool:
 
 def make_state(leaf: Leaf) -> None:
     """State of shards that have none yet, as the first step would make it. BindError where that is not known."""
+    if megatron_hybrid.is_hybrid(leaf.inner):
+        megatron_hybrid.make_state(leaf.inner)
+        return
     missing = [shard for shard in leaf.shards if not _elementwise(leaf.inner.state.get(shard.tensor))]
     if not missing:
         return

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from nereus.models.naming.megatron import MegatronNaming, unwrapped
+from nereus.runtime.adapters import megatron_hybrid
 from nereus.runtime.adapters.megatron_layout import ELEMENTWISE, Chunk, Leaf, MegatronLayout
 
 #: Buffers and tensors that layers compute from the configuration.
@@ -170,7 +171,17 @@ def _modules(chunk: Chunk, found: Classes) -> None:
 
 def _optimizer(leaf: Leaf, found: Classes) -> None:
     found.refused += _others(leaf.wrapper, _OPTIMIZER, leaf.kind)
-    found.refused += _others(leaf.inner, _INNER, type(leaf.inner).__name__)
+    hybrid = megatron_hybrid.is_hybrid(leaf.inner)
+    if hybrid:
+        found.refused += _others(leaf.inner, _INNER | megatron_hybrid.KNOWN, type(leaf.inner).__name__)
+        for own in leaf.inner.sub_optimizers:
+            found.refused += _others(own, _INNER, f"{type(leaf.inner).__name__}: {type(own).__name__}")
+        if (fault := megatron_hybrid.stale(leaf.inner)) is not None:
+            found.refused.append(f"{leaf.kind}: {fault}")
+        if leaf.inner.cpu_copy_map_grad:
+            found.caches.append(f"{leaf.kind}: gradients on the host")
+    else:
+        found.refused += _others(leaf.inner, _INNER, type(leaf.inner).__name__)
     known = {id(shard.tensor): shard for shard in leaf.shards}
     listed: set[int] = set()
     for group in leaf.inner.param_groups:
@@ -186,7 +197,7 @@ def _optimizer(leaf: Leaf, found: Classes) -> None:
             found.refused.append(f"{leaf.kind} keeps state of a tensor {list(tensor.shape)} that it does not train")
             continue
         for name, value in state.items():
-            if name == "step" or value is None:
+            if name == "step" or value is None or (hybrid and name == megatron_hybrid.MASTER):
                 continue
             sized = isinstance(value, torch.Tensor) and value.numel() == tensor.numel()
             if name not in ELEMENTWISE or not sized:
