@@ -228,7 +228,7 @@ def test_a_part_of_a_tensor_lies_whole_in_one_memory() -> None:
                 stop=4, origin=0, stride=2,
             )
         )  # fmt: skip
-    with pytest.raises(DescriptionError, match="rank 0: w weight: .* in host memory and .* on the GPU"):
+    with pytest.raises(DescriptionError, match=r"rank 0: w weight: .* in host memory and .* on the GPU"):
         describe_layout(tensors, [builder.finish().state])
 
 
