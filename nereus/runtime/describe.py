@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from math import lcm
+from math import floor, lcm
 from typing import Any
 
 from nereus.ir.arch import Arch, Lora
@@ -271,18 +271,32 @@ def _layers(live: LiveStage, facts: Sequence[Facts], pp: int) -> tuple[tuple[int
     return tuple(count for _, count in chunks), split, len(chunks) // pp
 
 
+#: A share in host memory is written in such parts.
+SHARE_STEPS = 10_000
+
+
 def _slots(live: LiveStage, facts: Sequence[Facts]) -> tuple[Slot, ...]:
-    """The dtype that most elements of a slot have: routers and norms may be kept in another."""
-    counts: dict[tuple[str, str, bool], int] = {}
+    """The dtype that most elements of a slot have: routers and norms may be kept in another. Of what lies in host
+    memory, the share that every process with any of it there reaches."""
+    counts: dict[tuple[str, str], int] = {}
+    shares: dict[str, list[float]] = {}
     for fact in facts:
+        held: dict[str, list[int]] = {}
         for fragment in fact.state.fragments:
             storage = fact.state.storages[fragment.storage]
-            key = (fragment.slot, storage.dtype, storage.host)
+            key = (fragment.slot, storage.dtype)
             counts[key] = counts.get(key, 0) + fragment.numel
+            held.setdefault(fragment.slot, [0, 0])[storage.host] += fragment.numel
+        for name, (on_gpu, in_host) in held.items():
+            if in_host:
+                shares.setdefault(name, []).append(in_host / (on_gpu + in_host))
     best: dict[str, tuple[int, Slot]] = {}
-    for (name, dtype, host), count in counts.items():
+    for (name, dtype), count in counts.items():
         if name not in best or best[name][0] < count:
-            best[name] = (count, Slot(name=name, dtype=dtype, host=host))
+            # Rounded down: a rank walks until the share is reached, so a little less gives the same parts.
+            share = max(floor(min(shares.get(name, [0.0])) * SHARE_STEPS), 1) / SHARE_STEPS
+            in_host = name in shares
+            best[name] = (count, Slot(name=name, dtype=dtype, host=in_host, host_share=share if in_host else 1.0))
     if "weight" not in best:
         raise DescribeError(f"{live.name}: no process holds weights")
     return tuple(slot for _, slot in best.values())

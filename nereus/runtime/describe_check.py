@@ -30,6 +30,7 @@ def differences(stage: Stage, state_set: StateSet, described: DescribedLayout) -
     for slot in state_set.slots:
         starts, stops = described.held(slot.name)
         other: list[tuple[int, int]] = []
+        elsewhere: set[int] = set()
         copies = np.zeros((2, len(size)), dtype=np.int64)
         for rank in range(layout.num_ranks):
             shares = shares_of(
@@ -42,6 +43,16 @@ def differences(stage: Stage, state_set: StateSet, described: DescribedLayout) -
             live = _elements(described.row_lo[rank], described.col_lo[rank], cols, starts[rank], stops[rank])
             other += [(rank, int(t)) for t in np.flatnonzero((planned != live).any(axis=1))]
             copies += (shares.stop[row] - shares.start[row], stops[rank] - starts[rank])
+            if slot.is_split:
+                in_host = state_set.host_mask(slot.name, int(at), shares.stop - shares.start)[row]
+                held = stops[rank] > starts[rank]
+                elsewhere |= set(np.flatnonzero(held & (in_host != described.host[slot.name][rank])).tolist())
+        if elsewhere:
+            notes.append(
+                f"{state_set.stage}: {slot.name} of {len(elsewhere)} tensors, {state_set.tensors[min(elsewhere)].name} "
+                f"the first, lies in another memory than a plan's {slot.text} means; moves follow the framework's own "
+                "choice"
+            )
         if not other:
             continue
         rank, tensor = other[0]

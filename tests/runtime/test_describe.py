@@ -42,7 +42,9 @@ def facts_of(job: Plan, one: Stage) -> list[Facts]:
     for rank, device in enumerate(one.ranks):
         storages, fragments = [], []
         for number, shard in enumerate(held[device]):
-            storages.append(FrameworkStorage(name=str(shard.key), dtype=shard.dtype, numel=len(shard.bits)))
+            storages.append(
+                FrameworkStorage(name=str(shard.key), dtype=shard.dtype, numel=len(shard.bits), host=shard.host)
+            )
             cols = shapes[shard.key.tensor][1]
             index = shard.bits.view(-1)
             first, last = int(index[0]), int(index[-1])
@@ -110,6 +112,35 @@ def test_a_job_is_described_as_the_plan_that_it_runs(name: str) -> None:
     if arch.moe is not None:
         assert (got.ep, got.etp) == (wanted.ep, wanted.etp)
     assert found.notes == ()
+
+
+@pytest.mark.parametrize("settings", [{"tp": 2, "pp": 2}, {"zero": 1, "tp": 2}, {"zero": 3}])
+def test_state_partly_in_host_memory(settings: dict[str, Any]) -> None:
+    job, live = job_of(ARCH, order=ORDER_REPLICA, **settings)
+    slots = tuple(replace(s, host=s.name == "exp_avg", host_share=0.3) for s in job.stages[0].slots)
+    job = replace(job, stages=(replace(job.stages[0], slots=slots),))
+    facts, hosts = facts_of(job, job.stages[0]), {"n0": 4, "n1": 4}
+    found = plan_of([(live, facts)], hosts, gpu="h100-sxm-80gb")
+    shares = {s.name: s.host_share if s.host else 0.0 for s in found.plan.stages[0].slots}
+    assert found.notes == () and 0.3 <= shares.pop("exp_avg") < 1 and set(shares.values()) == {0.0}
+    again = resolve_text(found.text)
+    assert again.plan is not None and again.plan.stages[0].slots == found.plan.stages[0].slots
+    # A framework that walks from the other end has other tensors there, and a note says so.
+    turned = [
+        replace(
+            fact,
+            state=replace(
+                fact.state,
+                storages=tuple(
+                    replace(s, host=fact.state.fragments[n].slot == "exp_avg" and not s.host)
+                    for n, s in enumerate(fact.state.storages)
+                ),
+            ),
+        )
+        for fact in facts
+    ]
+    (note,) = plan_of([(live, turned)], hosts, gpu="h100-sxm-80gb").notes
+    assert "exp_avg" in note and "another memory" in note
 
 
 def test_the_text_parses_back() -> None:
