@@ -69,6 +69,18 @@ class _Holder:
     devices: IntArray
     nodes: IntArray
     old: bool
+    host: bool
+    #: Part of every rank's share that this holds, along the long axis: the first of it is what goes to host memory.
+    cut: tuple[float, float] = (0.0, 1.0)
+
+
+def _holders(part: Part, slot: Slot, devices: IntArray, nodes: IntArray, old: bool) -> list[_Holder]:
+    """Two where the slot lies partly in host memory."""
+    if not slot.is_split:
+        return [_Holder(part, slot, devices, nodes, old, slot.host)]
+    share = slot.host_share
+    cuts = ((True, (0.0, share)), (False, (share, 1.0)))
+    return [_Holder(part, slot, devices, nodes, old, host, cut) for host, cut in cuts]
 
 
 def add_model(loads: Loads, old: Side, new: Side, model: str, space: Space) -> None:
@@ -86,8 +98,8 @@ def add_model(loads: Loads, old: Side, new: Side, model: str, space: Space) -> N
             for part, devices, nodes in parts:
                 slot = part.slot(name, dtype)
                 if slot is not None:
-                    holders.append(_Holder(part, slot, devices, nodes, number == 0))
-                    key.append((number, id(part), slot.host, _optimizer(part, name)))
+                    holders += _holders(part, slot, devices, nodes, number == 0)
+                    key.append((number, id(part), slot.host, slot.host_share, _optimizer(part, name)))
         known = groups.setdefault(tuple(key), (holders, []))
         known[1].append(DTYPE_BYTES[dtype])
     layouts = tuple(dict.fromkeys(p.layout for parts in sides for p in parts))
@@ -147,7 +159,7 @@ def _add_slots(
     # Independent of each other: rows that a share has of every tensor, and ranges of layers. What lies there by
     # chance is the product.
     thin_old, thin_new = _thin(holders, name, ends, component)
-    in_host = any(h.slot.host for h in holders)
+    in_host = any(h.host for h in holders)
     num_places = space.num_devices * (2 if in_host else 1)
     alone = _disjoint(old, num_places) and _disjoint(new, num_places)
     found = _direct(new, old, masters, weigh, num_places) if alone else _united(new, old, masters, weigh, num_places)
@@ -175,10 +187,10 @@ def _add_slots(
     spared = _spared(new, makers, num_nodes, shared)
     nodes = lack_by_node(new, [*old, *spared], num_nodes, weigh)
     if in_host:
-        hosts = [n for n, h in enumerate(h for h in holders if not h.old) if h.slot.host]
+        hosts = [n for n, h in enumerate(h for h in holders if not h.old) if h.host]
         want = [new[n] for n in hosts]
         found_there = nodes
-        if not all(h.slot.host for h in holders):
+        if not all(h.host for h in holders):
             there = [s for s in old if int(s.place.min()) >= space.num_devices]
             make = _spared(want, [makers[n] for n in hosts], num_nodes, shared)
             found_there = lack_by_node(want, [*there, *make], num_nodes, weigh)
@@ -249,24 +261,32 @@ def _shares(holder: _Holder, slot: str, grid: Grid, key: TableKey, ranged: bool,
     tied = part.model.arch.tied_embeddings and part.model.head == "lm" and (holder.old or part.layout.pp > 1)
     found = coordinate_shares(grid, part.layout, rule, count, tied, key, ranged)
     place = holder.devices
-    if holder.slot.host:
+    if holder.host:
         place = np.where(place >= 0, place + space.num_devices, -1)
     memo = part.where.memo if holder.nodes is part.where.node else None
-    return Shares(found.lo, found.hi, found.cells, found.size, place, holder.nodes, memo, found)
+    if holder.cut == (0.0, 1.0):
+        return Shares(found.lo, found.hi, found.cells, found.size, place, holder.nodes, memo, found)
+    first, last = holder.cut
+    lo, hi = (found.lo + (found.hi - found.lo) * end for end in holder.cut)
+    return Shares(lo, hi, found.cells, found.size * (last - first), place, holder.nodes, memo, (found, holder.cut))
 
 
 def _masters(holder: _Holder, grid: Grid, key: TableKey, ranged: bool, space: Space) -> list[Shares]:
     """Half-precision weights that a new copy rounds from the fp32 masters of the same memory."""
     part = holder.part
     master = part.slot("master", "fp32")
-    if holder.old or master is None or master.host != holder.slot.host or part.model.lora is not None:
+    if holder.old or master is None or part.model.lora is not None:
+        return []
+    kept = _holders(part, master, holder.devices, holder.nodes, False)
+    maker = next((h for h in kept if h.host == holder.host), None)
+    if maker is None:
         return []
     if holder.slot.dtype not in ("bf16", "fp16"):
         return []
     share = part.shards("master", expert=False)[1] / part.shards("weight", expert=False)[1]
-    if 1.0 / share < MIN_DERIVED_SHARE:
+    if (maker.cut[1] - maker.cut[0]) / share < MIN_DERIVED_SHARE:
         return []
-    return [_shares(holder, "master", grid, key, ranged, space)]
+    return [_shares(maker, "master", grid, key, ranged, space)]
 
 
 def _is_sharded(holders: Sequence[_Holder]) -> bool:
@@ -338,7 +358,7 @@ def _one_sided(
 ) -> None:
     """Slots that only one plan has: they come or go, and nothing of them moves."""
     for share, holder in zip(shares, holders, strict=True):
-        if holder.slot.host:
+        if holder.host:
             continue
         alive = share.alive()
         num_bytes = alive.size * width

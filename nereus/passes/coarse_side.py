@@ -167,7 +167,7 @@ def side_of(plan: Plan) -> Side:
                 model=copy.model,
                 layout=layout_of(copy.stage, experts=copy.model.arch.moe is not None),
                 where=where(copy.owner.ranks),
-                slots=tuple(replace(slot, host=True) for slot in copy.slots) if in_host else copy.slots,
+                slots=tuple(replace(slot, host=True, host_share=1.0) for slot in copy.slots) if in_host else copy.slots,
                 optimizer=copy.optimizer,
             )
         )
