@@ -134,6 +134,20 @@ def stale() -> Transition:
     return compiled(plan(8), plan(12), pipeline(64, 16, 800))
 
 
+def split() -> Transition:
+    """Optimizer state partly in host memory, and less of it there after the change."""
+    on = cluster(4, 4)
+
+    def plan(devices: slice, share: float, **settings: object) -> Plan:
+        found = trainer(on, devices, **settings)
+        slots = tuple(
+            replace(s, host=True, host_share=share) if s.name != "weight" else s for s in found.stages[0].slots
+        )
+        return replace(found, stages=(replace(found.stages[0], slots=slots),))
+
+    return compiled(plan(slice(0, 4), 0.5, tp=2, zero=1), plan(slice(0, 8), 0.25, zero=1), pipeline(64, 16, 800))
+
+
 def through_host() -> Transition:
     """Three model-stages trade full GPUs: one storage of the cycle passes through host memory."""
     options = replace(pipeline(10**6, 10**6, 200), mode="tight")
@@ -170,6 +184,7 @@ MAKERS: dict[str, Callable[[], Transition]] = {
     "experts": experts,
     "concurrent": concurrent,
     "stale": stale,
+    "split": split,
     "through-host": through_host,
     "8b-grows": example("ppo-8b-2k", "ppo-8b-4k"),
     "8b-zero1": example("ppo-8b-zero1", "ppo-8b-2k"),
@@ -177,7 +192,7 @@ MAKERS: dict[str, Callable[[], Transition]] = {
     "overlap": example("overlap-before", "overlap-after"),
     "moe-ep8": example("grpo-30b-moe-ep4", "grpo-30b-moe-ep8"),
 }
-TINY = ("relays", "tight", "sharded", "lost", "experts", "concurrent", "stale")
+TINY = ("relays", "tight", "sharded", "lost", "experts", "concurrent", "stale", "split")
 
 
 @cache

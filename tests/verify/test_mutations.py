@@ -393,6 +393,23 @@ def wrong_link(value: Json) -> None:
     moves(value)["link"][direct(value)] = value["schedule"]["links"].index("intra-node")
 
 
+def _places(value: Json) -> int:
+    return len(value["schedule"]["devices"])
+
+
+def into_the_other_memory(value: Json) -> None:
+    """What a GPU wants goes to its host memory."""
+    moves(value)["dst"] = [
+        (place + _places(value)) % (2 * _places(value)) if i == direct(value) else place
+        for i, place in enumerate(moves(value)["dst"])
+    ]
+
+
+def from_the_other_memory(value: Json) -> None:
+    number = direct(value)
+    moves(value)["src"][number] = (moves(value)["src"][number] + _places(value)) % (2 * _places(value))
+
+
 def local_that_crosses(value: Json) -> None:
     moves(value)["link"][direct(value)] = value["schedule"]["links"].index("local")
 
@@ -447,6 +464,8 @@ FAULTS: list[tuple[Fault, str, tuple[str, ...]]] = [
     (relay_too_early, "order", WITH_RELAYS),
     (relay_before_receive, "order", WITH_RELAYS),
     (relay_before_receive, "sources", WITH_RELAYS),
+    (into_the_other_memory, "elements", ("split", "relays")),
+    (from_the_other_memory, "sources", ("split", "relays")),
     (stale_copy, "sources", ("stale",)),
     (lost_node, "sources", ("lost",)),
     (beyond_the_last_wave, "order", ALL),
@@ -551,6 +570,18 @@ def test_changed_text() -> None:
     value["fingerprints"]["new_plan"] = sha256(value["plans"]["new"]["text"].encode()).hexdigest()
     assert {"digest", "elements"} <= set(broken("relays", value))
     assert "plans" not in broken("relays", value)
+
+
+def test_changed_share() -> None:
+    """Another share in host memory is another plan, though the same elements move about."""
+    from hashlib import sha256
+
+    value = document("split")
+    text = value["plans"]["new"]["text"]
+    assert "@host(0.25)" in text
+    value["plans"]["new"]["text"] = text.replace("@host(0.25)", "@host(0.75)")
+    value["fingerprints"]["new_plan"] = sha256(value["plans"]["new"]["text"].encode()).hexdigest()
+    assert {"digest", "elements", "bounds"} <= set(broken("split", value))
 
 
 def test_two_owners_in_the_plan_itself() -> None:
