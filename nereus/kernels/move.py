@@ -14,9 +14,8 @@ import torch
 
 from nereus.kernels import native
 from nereus.kernels.checksum import WordArray, checksum
+from nereus.kernels.dispatch import run
 from nereus.kernels.pack import (
-    GLOBAL_START,
-    GLOBAL_STRIDE,
     NUM_COLS,
     NUM_ROWS,
     OFFSET,
@@ -26,18 +25,24 @@ from nereus.kernels.pack import (
     Packing,
     Section,
     Storages,
-    find_outside,
+    copy_blocks,
     in_place_bytes,
+    join_pairs,
     ordered,
     pack,
     packing,
     unpack,
 )
+from nereus.kernels.regions import TableError, plan
+from nereus.kernels.tables import Do, of_copies, of_packing
 
 #: Bytes of a piece at most, single rows longer than that in a strided block aside.
 PIECE_BYTES = 4 << 20
 #: Blocks smaller than this travel together: a message of its own costs more than to copy them.
 SMALL_BYTES = 256 << 10
+
+#: On a CPU the kernel copies tables of at least so many blocks, of so many elements on average.
+_MANY, _TINY, _LARGE = 32, 32, 1 << 18
 
 
 def pieces(table: IntArray, widths: IntArray) -> tuple[Packing, ...]:
@@ -85,7 +90,7 @@ def _single(row: list[int], width: int) -> Packing:
 
 def gather(storages: Storages, what: Packing, keys: WordArray, out: torch.Tensor) -> int:
     """``pack``, and the checksum of what was packed. ``keys``: ``tensor_key`` of every storage, by number."""
-    total = _native(storages, what, keys, native.GATHER, out)
+    total = _by_kernel(storages, what, keys, Do.GATHER, out)
     if total is None:
         pack(storages, what, out)
         total = checksum(out, what, keys)
@@ -94,14 +99,14 @@ def gather(storages: Storages, what: Packing, keys: WordArray, out: torch.Tensor
 
 def scatter(storages: Storages, what: Packing, keys: WordArray, staging: torch.Tensor) -> None:
     """``unpack``."""
-    if _native(storages, what, keys, native.SCATTER, staging) is None:
+    if _by_kernel(storages, what, keys, Do.SCATTER, staging) is None:
         unpack(storages, what, staging)
 
 
 def stored(storages: Storages, what: Packing, keys: WordArray, scratch: torch.Tensor) -> int:
     """Checksum of the blocks as they lie in their storages. ``scratch``: ``what.num_bytes`` of memory to read them
     back into; not needed, and may be empty, where the packing is ``in_place``."""
-    total = _native(storages, what, keys, native.SUM, None)
+    total = _by_kernel(storages, what, keys, Do.SUM, None)
     if total is None and what.in_place:
         total = checksum(in_place_bytes(storages, what), what, keys)
     elif total is None:
@@ -110,39 +115,57 @@ def stored(storages: Storages, what: Packing, keys: WordArray, scratch: torch.Te
     return total
 
 
-def _native(storages: Storages, what: Packing, keys: WordArray, do: int, buffer: torch.Tensor | None) -> int | None:
-    """None where there is no library, or where it could not be kept inside the storages' memory."""
-    blocks = native.load()
-    if blocks is None or (buffer is not None and not _usable(buffer, 1, what.num_bytes)):
-        return None
-    table = what.table
-    numbers = np.unique(table[:, STORAGE]).tolist() if len(table) > 1 else table[:, STORAGE].tolist()
-    if numbers and numbers[0] < 0:
-        return None
-    bases = np.zeros(numbers[-1] + 1 if numbers else 0, dtype=np.int64)
-    lengths = np.zeros_like(bases)
-    for number in numbers:
-        bases[number], lengths[number] = storages[number].data_ptr(), storages[number].numel()
-    if find_outside(table, lengths) is not None:
-        return None
-    total = 0
-    for section in what.sections:
-        part = table[section.first : section.last]
-        if not all(_usable(storages[n], section.width, 0) for n in set(part[:, STORAGE].tolist())):
-            return None
-        rows = np.empty((len(part), native.NUM_COLUMNS), dtype=np.int64)
-        rows[:, 0] = bases[part[:, STORAGE]] + part[:, OFFSET] * section.width
-        rows[:, 1:6] = part[:, [NUM_ROWS, NUM_COLS, ROW_STRIDE, GLOBAL_START, GLOBAL_STRIDE]]
-        rows[:, 6] = keys.view(np.int64)[part[:, STORAGE]]
-        at = 0 if buffer is None else buffer.data_ptr() + section.start_byte
-        total += blocks(rows.ctypes.data, len(rows), section.width, do, at)
-    return total & ((1 << 64) - 1)
+def copy(storages: Storages, src: IntArray, dst: IntArray, *, cast: bool = False) -> None:
+    """``copy_blocks``: ``dst[i] = src[i]``, block by block; ``cast`` converts numbers, else bits are copied."""
+    few = len(src) < _MANY and all(storages[n].device.type == "cpu" for n in np.unique(src[:, STORAGE]).tolist())
+    if few or not _copied_by_kernel(storages, *join_pairs(src, dst), cast=cast):
+        copy_blocks(storages, src, dst, cast=cast)
 
 
-def _usable(data: torch.Tensor, width: int, num_bytes: int) -> bool:
-    return (
-        data.device.type == "cpu"
-        and data.is_contiguous()
-        and data.element_size() == width
-        and data.numel() * width >= num_bytes
-    )
+def _copied_by_kernel(storages: Storages, src: IntArray, dst: IntArray, *, cast: bool) -> bool:
+    if not len(src):
+        return True
+    device = storages[int(src[0, STORAGE])].device
+    wrong = (src[:, : ROW_STRIDE + 1] < 0).any() or (dst[:, : ROW_STRIDE + 1] < 0).any()
+    if wrong or not _has_kernel(device) or (device.type == "cpu" and not _pays_on_cpu(src)):
+        return False
+    made = of_copies(storages, src, dst, cast=cast)
+    if made is None:
+        return False
+    table, numbers = made
+    try:
+        run(plan(table, sound=True), [storages[number] for number in numbers])
+    except TableError:
+        return False  # torch can do it, or says what is wrong
+    return True
+
+
+def _pays_on_cpu(blocks: IntArray) -> bool:
+    """torch copies few or large blocks as fast and may use several threads, and tiny ones all at once."""
+    elements = int((blocks[:, NUM_ROWS] * blocks[:, NUM_COLS]).sum()) // len(blocks)
+    return len(blocks) >= _MANY and _TINY <= elements <= _LARGE
+
+
+def _by_kernel(storages: Storages, what: Packing, keys: WordArray, do: Do, buffer: torch.Tensor | None) -> int | None:
+    """None where there is no kernel, or where it could not be kept inside the storages' memory."""
+    if not len(what.table):
+        return 0
+    if (what.table[:, : ROW_STRIDE + 1] < 0).any() or not _has_kernel(storages[int(what.table[0, STORAGE])].device):
+        return None
+    table, used = of_packing(what, do, keys)
+    bases = [storages[number] for number, _ in used]
+    if any(base.element_size() != width for base, (_, width) in zip(bases, used, strict=True)):
+        return None
+    if buffer is not None:
+        bases.append(buffer)
+    sums = None if do is Do.SCATTER else torch.zeros(1, dtype=torch.int64, device=bases[0].device)
+    try:
+        run(plan(table, sound=True), bases, sums)
+    except TableError:
+        return None
+    return 0 if sums is None else int(sums) & ((1 << 64) - 1)
+
+
+def _has_kernel(device: torch.device) -> bool:
+    """On a CPU without a compiler, torch and numpy in bulk are faster than region by region."""
+    return device.type != "cpu" or native.load() is not None

@@ -1,4 +1,4 @@
-"""Builds ``blocks.c`` with the system's C compiler at first use and keeps it in the user's cache folder.
+"""The kernel for CPUs: builds ``regions.c`` with the system's C compiler at first use.
 
 Never required: without a compiler, or where anything about the cache or the library is not as it should be, there is
 none, and torch and numpy do the work. ``NEREUS_NATIVE=0`` asks for that.
@@ -8,82 +8,81 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import os
-import platform
 import shutil
-import stat
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable
-from importlib import resources
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-#: (table address, blocks, element width, SUM | GATHER | SCATTER, buffer address) -> checksum
-Blocks = Callable[[int, int, int, int, int], int]
+import torch
 
-SUM, GATHER, SCATTER = range(3)
-#: Columns of the library's block table: address, rows, columns, row stride, global start, global stride, key.
-NUM_COLUMNS = 7
+from nereus.kernels.cache import cached, source
+from nereus.kernels.regions import NUM_COLUMNS, Plan, addresses
+
+#: (table address, regions, addresses of bases, address of sums)
+Regions = Callable[[int, int, int, int], None]
 
 _BUILD_S = 60.0
 
 
+class Native:
+    """``launch`` adds the checksums to ``sums``; arguments were checked, and ``load()`` has something."""
+
+    name = "native"
+
+    def launch(self, what: Plan, bases: Sequence[torch.Tensor | None], sums: torch.Tensor | None) -> None:
+        regions = load()
+        assert regions is not None
+        table, at = what.table, addresses(bases)
+        regions(table.ctypes.data, len(table), at.ctypes.data, 0 if sums is None else sums.data_ptr())
+
+
 @functools.cache
-def load() -> Blocks | None:
-    """``nereus_blocks``, or None where it cannot be had."""
+def load() -> Regions | None:
+    """``nereus_regions``, or None where it cannot be had."""
     if os.environ.get("NEREUS_NATIVE") == "0" or sys.byteorder != "little" or not hasattr(os, "getuid"):
         return None
     try:
         path = _built()
         if path is None:
             return None
-        function = ctypes.CDLL(str(path)).nereus_blocks
+        function = ctypes.CDLL(str(path)).nereus_regions
     except (OSError, AttributeError, subprocess.SubprocessError):
         return None
-    function.restype = ctypes.c_uint64
-    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
-    blocks: Blocks = function
-    return blocks if all(_agrees(blocks, width) for width in (1, 2, 4, 8)) else None
+    function.restype = None
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
+    regions: Regions = function
+    return regions if all(_agrees(regions, width) for width in (1, 2, 4, 8)) else None
 
 
 def _built() -> Path | None:
     """The library for this source on this kind of machine, compiled if it is not in the cache yet."""
-    source = resources.files("nereus.kernels").joinpath("blocks.c").read_bytes()
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nereus"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    name = hashlib.sha256(source + platform.machine().encode() + platform.platform().encode()).hexdigest()[:16]
-    path = folder / f"blocks-{name}.so"
-    if not _is_ours(folder):
-        return None
-    if not path.exists():
-        compiler = shutil.which("cc")
+    text, compiler = source("regions.c"), shutil.which("cc")
+
+    def make(work: Path) -> Path:
         if compiler is None:
-            return None
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            (Path(work) / "blocks.c").write_bytes(source)
-            command = [compiler, "-O3", "-shared", "-fPIC", "-o", "blocks.so", "blocks.c"]
-            subprocess.run(command, cwd=work, check=True, capture_output=True, timeout=_BUILD_S)
-            os.replace(Path(work) / "blocks.so", path)  # whole, or not there, also for other processes
-    return path if _is_ours(path) else None
+            raise FileNotFoundError("no C compiler")
+        (work / "regions.c").write_bytes(text)
+        command = [compiler, "-O3", "-shared", "-fPIC", "-o", "regions.so", "regions.c"]
+        subprocess.run(command, cwd=work, check=True, capture_output=True, timeout=_BUILD_S)
+        return work / "regions.so"
+
+    return cached("regions", ".so", text, make)
 
 
-def _is_ours(path: Path) -> bool:
-    """Nobody else can have put code there."""
-    about = path.stat()
-    return about.st_uid == os.getuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
-def _agrees(blocks: Blocks, width: int) -> bool:
-    """Two rows of 7 elements, 9 apart, gathered and summed as the definition says."""
+def _agrees(regions: Regions, width: int) -> bool:
+    """Two rows of 7 elements, 9 apart, moved and summed as the definition says."""
     data = bytes((37 * i + 11) % 256 for i in range(16 * width))
     source, buffer = ctypes.create_string_buffer(data, len(data)), ctypes.create_string_buffer(14 * width)
     key, start, stride = 0x1234_5678_9ABC_DEF0, 1 << 33, 21
-    table = (ctypes.c_int64 * NUM_COLUMNS)(ctypes.addressof(source), 2, 7, 9, start, stride, key)
-    got = blocks(ctypes.addressof(table), 1, width, GATHER, ctypes.addressof(buffer))
+    kind = {1: 0, 2: 1, 4: 2, 8: 3}[width]
+    table = (ctypes.c_int64 * NUM_COLUMNS)(0, 0, 9, 1, 0, 7, 2, 7, kind, kind, 0, key, start, stride, 2, 7)
+    bases = (ctypes.c_int64 * 2)(ctypes.addressof(source), ctypes.addressof(buffer))
+    sums = (ctypes.c_uint64 * 1)(5)
+    regions(ctypes.addressof(table), 1, ctypes.addressof(bases), ctypes.addressof(sums))
     word = min(width, 4)
-    mask, total, packed = (1 << 64) - 1, 0, b""
+    mask, total, packed = (1 << 64) - 1, 5, b""
     for row in range(2):
         part = data[9 * row * width : (9 * row + 7) * width]
         packed += part
@@ -93,4 +92,4 @@ def _agrees(blocks: Blocks, width: int) -> bool:
             value = value * 0xD6E8FEB86659FD93 & mask
             value ^= value >> 29
             total += (value | 1) * int.from_bytes(part[i * word : (i + 1) * word], "little")
-    return got == total & mask and buffer.raw == packed
+    return sums[0] == total & mask and buffer.raw == packed

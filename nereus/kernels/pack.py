@@ -144,7 +144,7 @@ def in_place_bytes(storages: Storages, what: Packing) -> torch.Tensor:
 
 def copy_blocks(storages: Storages, src: IntArray, dst: IntArray, *, cast: bool = False) -> None:
     """``dst[i] = src[i]``, block by block; ``cast`` converts numbers (round to nearest even), else bits are copied."""
-    src, dst = _join_pairs(src, dst)
+    src, dst = join_pairs(src, dst)
     for first, last in _same_storages(np.stack((src[:, STORAGE], dst[:, STORAGE]), axis=1)):
         source, target = storages[int(src[first, STORAGE])], storages[int(dst[first, STORAGE])]
         if not cast:
@@ -253,7 +253,7 @@ def _indices(table: IntArray) -> torch.Tensor:
     return torch.from_numpy(index)
 
 
-def _join_pairs(src: IntArray, dst: IntArray) -> tuple[IntArray, IntArray]:
+def join_pairs(src: IntArray, dst: IntArray) -> tuple[IntArray, IntArray]:
     """Both tables with blocks that are single runs on both sides, and neighbours on both sides, joined."""
     shapes = [NUM_ROWS, NUM_COLS]
     if src.shape != dst.shape or (src[:, shapes] != dst[:, shapes]).any():

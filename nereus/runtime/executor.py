@@ -20,8 +20,8 @@ from nereus.ir.cluster import Device
 from nereus.ir.program import LocalCopy, Message, Program, StorageSpec, Wave
 from nereus.ir.units import DTYPE_BYTES
 from nereus.kernels.checksum import tensor_key
-from nereus.kernels.move import gather, pieces, scatter, stored
-from nereus.kernels.pack import Packing, copy_blocks, in_place_bytes
+from nereus.kernels.move import copy, gather, pieces, scatter, stored
+from nereus.kernels.pack import Packing, in_place_bytes
 from nereus.runtime.account import Account, ExecutionReport, Progress, Stopwatch
 from nereus.runtime.faults import DAMAGED_MESSAGE, DIFFERENT_DIGEST, WRONG_STATE, Fault, first_line
 from nereus.runtime.state import Allocate, DeviceState, allocate, fresh_bytes, key_of, same_place
@@ -223,10 +223,10 @@ class _Executor:
                 p.account.add(_num_bytes(data), host=spec.host)
 
     def _copies(self, copies: Iterable[tuple[_Participant, LocalCopy]]) -> None:
-        for p, copy in copies:
+        for p, blocks in copies:
             self._blame(p)
-            copy_blocks(p.data, copy.src.table, copy.dst.table, cast=copy.cast)
-            self.copied += _bytes_of(copy.dst.table, p.widths)
+            copy(p.data, blocks.src.table, blocks.dst.table, cast=blocks.cast)
+            self.copied += _bytes_of(blocks.dst.table, p.widths)
 
     def _flights(self, messages: Iterable[tuple[_Participant, Message]]) -> list[_InFlight]:
         """The messages cut, and staging for all pieces that are not one run of a storage."""

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from nereus.kernels import move, native  # noqa: E402
 from nereus.kernels.checksum import checksum, tensor_key  # noqa: E402
 from nereus.kernels.move import gather, pieces, scatter, stored  # noqa: E402
-from nereus.kernels.pack import pack, packing  # noqa: E402
+from nereus.kernels.pack import copy_blocks, pack, packing  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.float64]
 WIDTHS = np.array([4, 2, 1, 8])
@@ -114,3 +114,38 @@ def test_a_cache_that_others_can_write_is_not_used(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("PATH", str(tmp_path))  # no compiler
     assert native.load.__wrapped__() is None
     assert list((tmp_path / "nereus").iterdir()) == []
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float64, torch.float16)]),
+    st.sampled_from([1, 40, 90]),
+    st.integers(1, 3),
+    st.integers(1, 300),
+    st.integers(0, 9),
+)
+def test_copies_are_those_of_torch(dtypes: Any, num: int, rows: int, cols: int, gap: int) -> None:
+    """By a kernel where it pays and has the conversion, else by torch; the bits are the same."""
+    source = torch.randn(num * rows * (cols + gap) + 1).to(dtypes[0])
+    near = [(0, i * rows * (cols + gap) + 1, rows, cols, cols + gap, 0, 0) for i in range(num)]
+    far = [(1, (num - 1 - i) * rows * cols, rows, cols, cols, 0, 0) for i in range(num)]
+    src, dst = (np.array(t, dtype=np.int64).reshape(-1, 7) for t in (near, far))
+    got, expected = (torch.zeros(num * rows * cols, dtype=dtypes[1]) for _ in range(2))
+    move.copy([source, got], src, dst, cast=True)
+    copy_blocks([source, expected], src, dst, cast=True)
+    assert torch.equal(got, expected)
+    same = [torch.zeros_like(source) for _ in range(2)]
+    dst[:, 1] = src[:, 1]
+    move.copy([source, same[0]], src, dst)
+    copy_blocks([source, same[1]], src, dst)
+    assert torch.equal(same[0].view(torch.uint8), same[1].view(torch.uint8))
+
+
+def test_copies_of_other_widths_are_refused_as_torch_does() -> None:
+    table = np.array([(0, i * 50, 1, 40, 0, 0, 0) for i in range(50)])
+    other = table.copy()
+    other[:, 0] = 1
+    with pytest.raises(ValueError, match="a copy of bits from"):
+        move.copy([torch.zeros(2500), torch.zeros(2500, dtype=torch.bfloat16)], table, other)
+    with pytest.raises(RuntimeError):
+        move.copy([torch.zeros(2500), torch.zeros(100)], table, other)
