@@ -10,6 +10,7 @@ import pytest
 from passes.cycles import Case, check_tight, cycle, findings
 from passes.execute import pipeline
 from passes.plans import ARCHS
+from passes.test_host_share import offloaded
 
 from nereus.passes.compiled import Transition
 from nereus.passes.emit import emit_program
@@ -51,6 +52,19 @@ def test_models_of_different_sizes_and_training_state(num_stages: int) -> None:
             done = case.tight(memory)
             assert isinstance(done, Transition)
             check_tight(done, 1)
+
+
+@pytest.mark.parametrize("shares", [(0.5, 0.5), (0.5, 0.2), (0.3, 0.8)])
+def test_state_partly_in_host_memory_goes_through_it_too(shares: tuple[float, float]) -> None:
+    """What passes through host memory on the way lies beside parts that stay there."""
+    pair = cycle(3, trained=True)
+    # Masters in host memory: no weight can be made on its GPU, so that none can go before it was sent.
+    old, new = (offloaded(plan, 1.0, share) for plan, share in zip(pair, shares, strict=True))
+    case = Case.of((old, new), OPTIONS)
+    done = case.tight(case.within(0, host_spare=10 * int(case.memory.state.old.max())))
+    assert isinstance(done, Transition)
+    assert bool(done.schedule.staged) == (shares[1] <= shares[0])  # else the GPUs become emptier
+    check_tight(done, 1)
 
 
 def test_a_full_cycle_without_host_memory_is_refused_with_its_witness() -> None:
