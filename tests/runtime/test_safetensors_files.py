@@ -21,9 +21,10 @@ from nereus.models.naming.base import Where  # noqa: E402
 from nereus.models.naming.explicit import ExplicitNaming  # noqa: E402
 from nereus.models.naming.hf import HfNaming  # noqa: E402
 from nereus.models.tensors import logical_tensors  # noqa: E402
-from nereus.runtime.adapters import publish, safetensors_files, safetensors_write  # noqa: E402
+from nereus.runtime.adapters import publish, safetensors_files, safetensors_sums, safetensors_write  # noqa: E402
 from nereus.runtime.adapters.base import DTYPE_NAMES, BindError, Binding, BindingBuilder  # noqa: E402
 from nereus.runtime.adapters.regions import Claim, area, claims, copy_regions, difference, intersection, logical_shapes  # noqa: E402
+from nereus.runtime.adapters.safetensors_header import TensorEntry, read_header  # noqa: E402
 from nereus.runtime.adapters.whole import Whole, gather, scatter  # noqa: E402
 from nereus.runtime.live import move_here  # noqa: E402
 
@@ -370,6 +371,107 @@ def test_a_failed_write_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: p
     with pytest.raises(BindError, match=r"rank 0: model\.safetensors: \d+ bytes at \d+ were not read back as written"):
         safetensors_write.save(target, live, naming)
     assert (target / "model.safetensors").read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def saved(folder: Path, limit: int = 10**9) -> tuple[Path, dict[str, torch.Tensor]]:
+    tensors, live = weights(DENSE), tp_rank(DENSE, 1, 0)
+    scatter(as_whole(tensors), live)
+    safetensors_write.save(folder / "checkpoint", live, HfNaming(arch=DENSE), max_file_bytes=limit)
+    return folder / "checkpoint", tensors
+
+
+def change(file: Path, name: str, edit: Callable[[bytearray], None]) -> None:
+    """``edit`` the bytes of one tensor in place."""
+    raw = bytearray(file.read_bytes())
+    (length,) = struct.unpack("<Q", raw[:8])
+    low, high = (8 + length + at for at in json.loads(raw[8 : 8 + length])[name]["data_offsets"])
+    data = raw[low:high]
+    edit(data)
+    raw[low:high] = data
+    file.write_bytes(raw)
+
+
+def flip(data: bytearray) -> None:
+    data[101] ^= 16
+
+
+def swap_rows(data: bytearray) -> None:
+    data[:64], data[64:128] = data[64:128], data[:64]
+
+
+@pytest.mark.parametrize("edit", [flip, swap_rows])
+@pytest.mark.parametrize("limit", [10**9, 3000])
+def test_content_that_is_not_what_was_written_is_named(
+    tmp_path: Path, limit: int, edit: Callable[[bytearray], None]
+) -> None:
+    folder, tensors = saved(tmp_path, limit)
+    naming = HfNaming(arch=DENSE)
+    assert safetensors_files.verify(folder) == sum(t.numel() * 4 for t in tensors.values())
+    (file,) = (f for f in folder.glob("*.safetensors") if UP in read_by_hand(f))
+    change(file, UP, edit)
+    told = rf"1 tensors are not what was written: {re.escape(UP)} in {file.name} \(checksum \w{{16}}, not \w{{16}}\)\."
+    for read in (lambda: safetensors_files.bind(folder, naming), lambda: safetensors_files.verify(folder)):
+        with pytest.raises(BindError, match=told):
+            read()
+    assert safetensors_files.bind(folder, naming, verify=False).state.fragments
+    with pytest.raises(BindError, match=r"embed_tokens.*missing"):  # what is passed over is not read either
+        safetensors_files.bind(folder, naming, ignore=(r"up_proj", r"embed_tokens"), allow_missing=(r"up_proj",))
+
+
+def test_checksums_travel_in_the_file_and_others_do_without(tmp_path: Path) -> None:
+    folder, tensors = saved(tmp_path)
+    file, naming = folder / "model.safetensors", HfNaming(arch=DENSE)
+    header = read_header(file)
+    assert set(json.loads(header.metadata[safetensors_sums.KEY])) == set(tensors) and header.metadata["format"] == "pt"
+    moved = tmp_path / "elsewhere.safetensors"
+    file.rename(moved)
+    change(moved, UP, flip)
+    with pytest.raises(BindError, match=r"up_proj\.weight in elsewhere\.safetensors"):
+        safetensors_files.bind(moved, naming)
+    _edit(moved, lambda h: h["__metadata__"].update({safetensors_sums.KEY: "[1]"}))
+    with pytest.raises(BindError, match=r"elsewhere.*no table of checksums"):
+        safetensors_files.bind(moved, naming)
+    _edit(moved, lambda h: h["__metadata__"].pop(safetensors_sums.KEY))
+    assert safetensors_files.bind(moved, naming).state.fragments
+    assert safetensors_files.verify(moved) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64])
+def test_parts_of_a_checksum_add_up_whatever_they_are(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    entry = TensorEntry(name="some.weight", dtype=DTYPE_NAMES[dtype], shape=(37, 29), begin=0)
+    values = (100 * torch.randn(37, 29, generator=generator)).to(dtype)
+
+    def total(rects: list[tuple[int, int, int, int]]) -> int:
+        return sum(
+            safetensors_sums.sum_of(entry, values[a:b, c:d].contiguous(), row=a, col=c, num_cols=29)
+            for a, b, c, d in rects
+        ) % (1 << 64)
+
+    whole = total([(0, 37, 0, 29)])
+    assert total([(20, 37, 0, 29), (0, 20, 7, 29), (0, 20, 0, 7)]) == whole
+    assert total([(row, row + 1, 0, 29) for row in range(37)]) == whole
+    values[3], values[4] = values[4].clone(), values[3].clone()
+    assert total([(0, 37, 0, 29)]) != whole
+
+
+def test_a_save_that_ends_before_its_checksums_leaves_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, tensors = saved(tmp_path)
+    live = tp_rank(DENSE, 1, 0)
+    scatter(as_whole(weights(DENSE, seed=5)), live)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(safetensors_write, "_state", full)
+    with pytest.raises(BindError, match=r"writing checksums into .*No space left"):
+        safetensors_write.save(folder, live, HfNaming(arch=DENSE))
+    assert equal(
+        gather([safetensors_files.bind(folder, HfNaming(arch=DENSE))], logical_shapes(DENSE)), as_whole(tensors)
+    )
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
 
 

@@ -34,7 +34,8 @@ def publish(folder: Path, target: Path, *, carry: Callable[[str], bool] = lambda
         for path in sorted(target.iterdir()):
             if path.is_file() and carry(path.name) and not (folder / path.name).exists():
                 shutil.copy2(path, folder / path.name)
-    _sync_folder(folder)
+                _sync(folder / path.name)
+    _sync(folder)
     old: Path | None = None
     if target.exists():
         if _exchange(folder, target):
@@ -45,7 +46,7 @@ def publish(folder: Path, target: Path, *, carry: Callable[[str], bool] = lambda
             folder.rename(target)
     else:
         folder.rename(target)
-    _sync_folder(target.parent)
+    _sync(target.parent)
     if old is not None:
         discard(old)
 
@@ -81,8 +82,9 @@ def _exchange(one: Path, other: Path) -> bool:
     return renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """A folder or a file."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError:  # some network file systems do not sync folders

@@ -3,8 +3,10 @@
     source = bind("/models/qwen", HfNaming(arch))     # any process that sees the path
     copy_regions(source, live_binding)                # reads exactly the regions that this rank wants
 
-Nothing is read but the headers: memory is a private mapping of each file, so pages come in when a region is copied, and
-writing to it never reaches the file. ``safetensors_write`` is the other direction.
+Memory is a private mapping of each file, so pages come in when a region is copied, and writing to it never reaches the
+file. Files that state checksums of their tensors (``safetensors_write`` gives them) are read once before, to check
+these: each rank alone in ``bind``, or all of them together with ``verify``. ``safetensors_write`` is the other
+direction.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from nereus.ir.fragment import Fragment, fragments_of
 from nereus.ir.tensor import matrix_shape
@@ -35,6 +38,8 @@ from nereus.runtime.adapters.regions import (
     logical_shapes,
 )
 from nereus.runtime.adapters.safetensors_header import FileHeader, TensorEntry, read_header
+from nereus.runtime.adapters.safetensors_sums import check
+from nereus.runtime.adapters.together import Ranks
 from nereus.runtime.adapters.whole import pieces
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -53,14 +58,17 @@ def bind(
     ignore: Sequence[str] = (),
     allow_missing: Sequence[str] = (),
     fp8_block: tuple[int, int] | None = None,
+    verify: bool = True,
 ) -> Binding:
     """Storages are file ranges, one for each (file, dtype).
 
     ``path``: folder, index or single file. ``ignore``: patterns of tensors that are none of this model's state (layers
     for multi-token prediction, say); ``allow_missing``: patterns of logical tensors that may be absent. Scales of fp8
     weights become tensors of their own, ``<weight>_scale_inv``; ``fp8_block`` is read from config.json where None.
+    ``verify``: compare tensors with the checksums that their files state; without, only the headers are read.
 
-    BindError names every unknown name, wrong shape, truncated file or missing tensor, with the numbers.
+    BindError names every unknown name, wrong shape, truncated file, missing tensor, or tensor whose content is not what
+    was written, with the numbers.
     """
     check_model_naming(naming)
     folder, files = _files(Path(path))
@@ -98,7 +106,23 @@ def bind(
         check_complete(claims([binding.state]), shapes, (slot,))
     except BindError as error:
         raise BindError(f"{folder}: {error}") from error
+    if verify:
+        check(headers, lambda name: not skipped.search(name))
     return binding
+
+
+def verify(path: str | Path, *, group: dist.ProcessGroup | None = None) -> int:
+    """Check what the files state of their tensors, each rank of ``group`` a part of them; the bytes this rank read.
+    Where any finds a fault, the same BindError on all. ``bind(..., verify=False)`` then needs not do it again."""
+    ranks = Ranks(group)
+
+    def check_own() -> int:
+        headers = [read_header(file) for file in _files(Path(path))[1]]
+        names = [e.name for header in headers for e in sorted(header.entries, key=lambda e: -e.num_bytes)]
+        own = set(names[ranks.rank :: ranks.size])
+        return check(headers, own.__contains__)
+
+    return ranks.agree(check_own, f"verifying {path}")[ranks.rank]
 
 
 def matrix_cols(shape: Sequence[int]) -> int:

@@ -1,9 +1,10 @@
 """A whole model as sharded HF safetensors, written by all ranks from their live storages.
 
 Every element is written once, by the rank that ``regions.claims`` names. Rank 0 lays the files out at full size under a
-temporary folder, then all ranks write their regions in parallel at their offsets, read them back from the file, and
-only when every rank found its own checksum does rank 0 rename the folder to its name. Until then an older checkpoint
-under that name is whole; a killed save leaves it so.
+temporary folder, then all ranks write their regions in parallel at their offsets and read them back from the file. Only
+when every rank found what it wrote does rank 0 state the tensors' checksums in the files' metadata, for readers
+(``safetensors_sums``), and rename the folder to its name. Until then an older checkpoint under that name is whole; a
+killed save leaves it so.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,6 @@ from nereus.runtime.adapters.base import BindError, Binding
 from nereus.runtime.adapters.publish import begin, discard, publish
 from nereus.runtime.adapters.regions import (
     Claim,
-    Rect,
     check_complete,
     check_model_naming,
     claimed_view,
@@ -37,6 +38,7 @@ from nereus.runtime.adapters.regions import (
 )
 from nereus.runtime.adapters.safetensors_files import INDEX, SINGLE, TORCH_DTYPES
 from nereus.runtime.adapters.safetensors_header import TO_FORMAT, TensorEntry, header_bytes
+from nereus.runtime.adapters.safetensors_sums import stated, sum_of
 from nereus.runtime.adapters.together import Ranks
 
 #: Bytes of one piece on its way to the file: bounds what a save holds in host memory.
@@ -46,8 +48,10 @@ CHUNK_BYTES = 32 * 2**20
 @dataclass(frozen=True, slots=True)
 class File:
     name: str
-    header: bytes
     entries: tuple[TensorEntry, ...]
+    metadata: Mapping[str, str]
+    #: With checksums of nothing yet, which take as many bytes.
+    header: bytes
 
     @property
     def num_bytes(self) -> int:
@@ -86,12 +90,14 @@ def save(
     try:
         mine = {key[0]: [c for c in found if c.holder == ranks.rank] for key, found in claimed.items()}
         written = ranks.agree(lambda: _write(folder, plan, binding, slot, mine), f"writing {target}")
+        sums = [sums for _, sums in written]
+        ranks.first(lambda: _state(folder, plan, sums), f"writing checksums into {target}")
         ranks.first(lambda: publish(folder, target, carry=_is_no_weight), f"publishing {target}")
     except BaseException:
         if ranks.rank == 0:
             discard(folder)
         raise
-    return written[ranks.rank]
+    return written[ranks.rank][0]
 
 
 def _plan(naming: Naming, dtypes: Mapping[str, str], max_file_bytes: int, metadata: Mapping[str, str]) -> list[File]:
@@ -114,7 +120,8 @@ def _plan(naming: Naming, dtypes: Mapping[str, str], max_file_bytes: int, metada
             placed.append(TensorEntry(name=entry.name, dtype=entry.dtype, shape=entry.shape, begin=at))
             at += entry.num_bytes
         name = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        plan.append(File(name, header_bytes(placed, metadata), tuple(placed)))
+        nothing = stated(dict.fromkeys((entry.name for entry in placed), 0))
+        plan.append(File(name, tuple(placed), metadata, header_bytes(placed, {**metadata, **nothing})))
     return plan
 
 
@@ -161,47 +168,75 @@ def _is_no_weight(name: str) -> bool:
     return not name.endswith((".safetensors", ".index.json", ".bin", ".pt", ".pth"))
 
 
-def _write(folder: Path, plan: Sequence[File], binding: Binding, slot: str, mine: Mapping[str, list[Claim]]) -> int:
+def _write(
+    folder: Path, plan: Sequence[File], binding: Binding, slot: str, mine: Mapping[str, list[Claim]]
+) -> tuple[int, dict[str, int]]:
+    """Bytes written, and this rank's part of the checksum of each tensor."""
     held = rects_of(binding)
     total = 0
+    parts: dict[str, int] = {}
     for file in plan:
-        sums: list[tuple[int, int, int]] = []  # (offset, bytes, checksum)
+        crcs: list[tuple[int, int, int]] = []  # (offset, bytes, CRC-32)
         descriptor = os.open(folder / file.name, os.O_RDWR)
         try:
             for entry in file.entries:
                 for claim in mine.get(entry.name, ()):
-                    for offset, data in _runs(
-                        entry, len(file.header), claim.rect, claimed_view(held[entry.name, slot], claim.rect)
-                    ):
-                        _write_at(descriptor, data, offset)
-                        sums.append((offset, len(data), zlib.crc32(data)))
-                        total += len(data)
-            if sums:
+                    for row, rows in _bands(entry, claimed_view(held[entry.name, slot], claim.rect)):
+                        at, num_cols = (claim.rect[0] + row, claim.rect[2]), _num_cols(entry)
+                        part = sum_of(entry, rows, row=at[0], col=at[1], num_cols=num_cols)
+                        parts[entry.name] = parts.get(entry.name, 0) + part
+                        for offset, data in _runs(entry, len(file.header), at, rows):
+                            _write_at(descriptor, data, offset)
+                            crcs.append((offset, len(data), zlib.crc32(data)))
+                            total += len(data)
+            if crcs:
                 os.fsync(descriptor)
-                _verify(descriptor, folder / file.name, sums)
+                _verify(descriptor, folder / file.name, crcs)
         finally:
             os.close(descriptor)
-    return total
+    return total, parts
 
 
-def _runs(entry: TensorEntry, data_start: int, rect: Rect, part: torch.Tensor) -> Iterator[tuple[int, memoryview]]:
-    """(file offset, bytes) of a claimed rectangle: whole rows lie together, other rows are one run each."""
-    size, num_cols = DTYPE_BYTES[entry.dtype], 1
-    for extent in entry.shape[1:]:
-        num_cols *= extent
-    row_bytes = num_cols * size
-    step = max(1, CHUNK_BYTES // max(1, part.shape[1] * size))
+def _num_cols(entry: TensorEntry) -> int:
+    return prod(entry.shape[1:])
+
+
+def _bands(entry: TensorEntry, part: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first row, rows as they are written) of a rectangle, a piece at a time."""
+    step = max(1, CHUNK_BYTES // max(1, part.shape[1] * DTYPE_BYTES[entry.dtype]))
     for first in range(0, part.shape[0], step):
-        rows = part[first : first + step].to(device="cpu", dtype=TORCH_DTYPES[entry.dtype]).contiguous()
-        raw: Any = rows.view(torch.uint8).numpy()
-        data = memoryview(raw).cast("B")
-        at = data_start + entry.begin + (rect[0] + first) * row_bytes + rect[2] * size
-        width = rows.shape[1] * size
-        if width == row_bytes:
-            yield at, data
-        else:
-            for row in range(rows.shape[0]):
-                yield at + row * row_bytes, data[row * width : (row + 1) * width]
+        yield first, part[first : first + step].to(device="cpu", dtype=TORCH_DTYPES[entry.dtype]).contiguous()
+
+
+def _runs(
+    entry: TensorEntry, data_start: int, at: tuple[int, int], rows: torch.Tensor
+) -> Iterator[tuple[int, memoryview]]:
+    """(file offset, bytes) of a rectangle at row and column ``at``: whole rows lie together, others are a run each."""
+    size = DTYPE_BYTES[entry.dtype]
+    row_bytes, width = _num_cols(entry) * size, rows.shape[1] * size
+    raw: Any = rows.view(torch.uint8).numpy()
+    data = memoryview(raw).cast("B")
+    start = data_start + entry.begin + at[0] * row_bytes + at[1] * size
+    if width == row_bytes:
+        yield start, data
+        return
+    for row in range(rows.shape[0]):
+        yield start + row * row_bytes, data[row * width : (row + 1) * width]
+
+
+def _state(folder: Path, plan: Sequence[File], parts: Sequence[Mapping[str, int]]) -> None:
+    """Into the headers, over the same bytes: what the ranks' parts add up to."""
+    for file in plan:
+        sums = {entry.name: sum(part.get(entry.name, 0) for part in parts) for entry in file.entries}
+        header = header_bytes(file.entries, {**file.metadata, **stated(sums)})
+        if len(header) != len(file.header):
+            raise BindError(f"{file.name}: a header of {len(header)} bytes for one of {len(file.header)}")
+        descriptor = os.open(folder / file.name, os.O_RDWR)
+        try:
+            _write_at(descriptor, memoryview(header), 0)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
