@@ -61,7 +61,7 @@ def first(task: Counting, settings: Settings, allowed: int) -> Loop:
 
 
 @dataclass(slots=True)
-class Job:
+class Side:
     """This process's side of the job under one plan. ``workers``: the stages that it has a part in, by name.
     ``sync``: brings the trainer's weights into the generator."""
 
@@ -79,13 +79,13 @@ class Job:
         return now
 
 
-def step(job: Job, loop: Loop) -> Loop:
+def step(side: Side, loop: Loop) -> Loop:
     """Generate, judge, learn. Every process of the job calls it, and returns the same."""
     now = time.monotonic()
-    workload, settings, task, world = job.workload, job.settings, job.task, job.world
-    job.seconds.clear()
-    job.sync()
-    now = job.timed("sync", now)
+    workload, settings, task, world = side.workload, side.settings, side.task, side.world
+    side.seconds.clear()
+    side.sync()
+    now = side.timed("sync", now)
 
     batch = next(RankSampler(batch=workload.prompts, dp=1, rank=0).batches(loop.data, num_epochs=1 << 30))
     numbers = [number for number in batch.samples for _ in range(workload.samples)]
@@ -93,20 +93,20 @@ def step(job: Job, loop: Loop) -> Loop:
     answers = task.answers(prompts, loop.allowed)
     uniforms = sampling_numbers(loop.rng, loop.step, len(numbers), loop.allowed)
     responses, mask = torch.zeros_like(answers), torch.zeros(answers.shape)
-    generator = job.workers.get("actor.generate")
+    generator = side.workers.get("actor.generate")
     if generator is not None:
         responses, mask = generator.generate(prompts, loop.allowed, uniforms, answers, settings.temperature)
     responses, mask = everyones(responses, world), everyones(mask, world)
     # What nobody emitted needs no computation.
     longest = int(mask.sum(1).max())
     responses, mask = responses[:, :longest].contiguous(), mask[:, :longest].contiguous()
-    now = job.timed("generate", now)
+    now = side.timed("generate", now)
 
     rewards = task.rewards(prompts, responses, mask)
-    scored = {name: _scored(job, name, prompts, responses) for name in ("actor.train", "ref.infer", "critic.train")}
+    scored = {name: _scored(side, name, prompts, responses) for name in ("actor.train", "ref.infer", "critic.train")}
     old, reference, values = (scored[name] * mask for name in scored)
     divergence = float(((old - reference) * mask).sum() / mask.sum())
-    now = job.timed("score", now)
+    now = side.timed("score", now)
 
     if settings.algorithm == "grpo":
         advantages, returns = algorithm.group_advantages(rewards, mask, workload.samples), values
@@ -114,8 +114,8 @@ def step(job: Job, loop: Loop) -> Loop:
         paid = algorithm.kl_penalised(rewards, old, reference, mask, loop.kl)
         advantages, returns = algorithm.gae(paid, values, mask, settings.gamma, settings.lam)
         advantages = algorithm.whitened(advantages, mask)
-    _learn(job, loop, prompts, responses, mask, old, reference, values, advantages, returns)
-    job.timed("learn", now)
+    _learn(side, loop, prompts, responses, mask, old, reference, values, advantages, returns)
+    side.timed("learn", now)
 
     reward, length = float(rewards.sum(1).mean()), float(mask.sum(1).mean())
     point = {
@@ -136,18 +136,18 @@ def step(job: Job, loop: Loop) -> Loop:
     )
 
 
-def _scored(job: Job, name: str, prompts: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
+def _scored(side: Side, name: str, prompts: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
     """Log-probs of the responses, or the critic's estimates before each of their tokens."""
-    worker = job.workers.get(name)
+    worker = side.workers.get(name)
     found = torch.zeros(responses.shape)
     if worker is not None:
         values = worker.module.head == "value"
         found = worker.score(prompts, responses, (lambda out, _: out) if values else algorithm.log_probs)
-    return everyones(found, job.world)
+    return everyones(found, side.world)
 
 
 def _learn(
-    job: Job,
+    side: Side,
     loop: Loop,
     prompts: torch.Tensor,
     responses: torch.Tensor,
@@ -159,8 +159,8 @@ def _learn(
     returns: torch.Tensor,
 ) -> None:
     """All optimizer updates of the step: every loss is a mean over the tokens of its whole mini-batch."""
-    settings, workload = job.settings, job.workload
-    actor, critic = job.workers.get("actor.train"), job.workers.get("critic.train")
+    settings, workload = side.settings, side.workload
+    actor, critic = side.workers.get("actor.train"), side.workers.get("critic.train")
     count = len(prompts)
     position = MinibatchPosition(num_epochs=workload.epochs, num_minibatches=count // workload.mini_batch)
     data = position.step_data(seed=settings.seed, step=loop.step, num_samples=count)

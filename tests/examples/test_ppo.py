@@ -15,8 +15,9 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from frameworks.harness import run  # noqa: E402
 
-from examples.ppo import algorithm, train  # noqa: E402
+from examples.ppo import algorithm, fixed  # noqa: E402
 from examples.ppo import loop as rl  # noqa: E402
+from examples.ppo.display import load  # noqa: E402
 from examples.ppo.model import Cache, Llama, initialise  # noqa: E402
 from examples.ppo.stages import sampling_numbers  # noqa: E402
 from examples.ppo.task import Counting  # noqa: E402
@@ -28,7 +29,7 @@ PPO = Path(__file__).resolve().parents[2] / "examples" / "ppo"
 
 
 def _plan(name: str) -> Plan:
-    return train.load(str(PPO / f"{name}.plan"))
+    return load(str(PPO / f"{name}.plan"))
 
 
 def _alone() -> Group:
@@ -147,37 +148,52 @@ def test_loop_state_survives_json() -> None:
 # -- the run
 
 
-def _with_layout(plan: Plan, *, tp: dict[str, int]) -> Plan:
-    stages = tuple(
-        replace(s, tp=tp.get(s.name, s.tp), dp=len(s.devices) // tp.get(s.name, s.tp)) if s.name in tp else s
-        for s in plan.stages
-    )
-    return replace(plan, stages=stages)
+def _laid_out(plan: Plan, count: int, tp: dict[str, int]) -> Plan:
+    """On the first ``count`` devices; ``tp`` by stage."""
+    stages = []
+    for stage in plan.stages:
+        devices, degree = stage.ranks[:count], tp.get(stage.name, 1)
+        stages.append(replace(stage, devices=devices, place=devices, tp=degree, dp=count // degree))
+    return replace(plan, stages=tuple(stages))
 
 
-LAYOUTS: dict[str, dict[str, int]] = {
-    "dp 4": {},
-    "tp 2, dp 2": {"actor.train": 2, "critic.train": 2, "actor.generate": 4, "ref.infer": 2},
+#: Number of processes, tensor-parallel degrees, steps.
+LAYOUTS: dict[str, tuple[int, dict[str, int], int]] = {
+    "dp 4": (4, {}, 30),
+    "dp 2": (2, {}, 8),
+    "tp 2, dp 2": (4, {"actor.train": 2, "critic.train": 2, "actor.generate": 4, "ref.infer": 2}, 8),
 }
-NUM_STEPS = 8
 
 
 def _curves(rank: int, world: int, folder: str, plan: Plan) -> dict[str, rl.Loop]:
     store = dist.FileStore(os.path.join(folder, "store"), world)
     found = {}
-    for epoch, (name, tp) in enumerate(LAYOUTS.items()):
-        options = train.options_of(_with_layout(plan, tp=tp), NUM_STEPS)
-        found[name] = train.run(rank, store, options, epoch=epoch)
+    for epoch, (name, (count, tp, num_steps)) in enumerate(LAYOUTS.items()):
+        found[name] = fixed.run(rank, store, fixed.options_of(_laid_out(plan, count, tp), num_steps), epoch=epoch)
     return found
 
 
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, float], ...]]:
+    folder = str(tmp_path_factory.mktemp("ppo"))
+    found = run(4, _curves, folder, _plan("base"), init=False, timeout=500)
+    assert all(result == found[0] for result in found), "every process has the same loop state"
+    return {name: state.curve for name, state in found[0].items()}
+
+
 @pytest.mark.procs
-def test_layouts_give_one_curve(tmp_path: Path) -> None:
-    """Only the order of floating-point sums differs between tensor-parallel degrees."""
-    found = run(4, _curves, str(tmp_path), _plan("base"), init=False, timeout=400)
-    for result in found:
-        assert result == found[0], "every process has the same loop state"
-    one, other = (found[0][name].curve for name in LAYOUTS)
-    for a, b in zip(one, other, strict=True):
+@pytest.mark.slow
+def test_reward_rises(curves: dict[str, tuple[dict[str, float], ...]]) -> None:
+    rewards = [point["reward"] for point in curves["dp 4"]]
+    assert sum(rewards[-5:]) > 5 * sum(rewards[:5]), rewards
+    assert curves["dp 4"][-1]["length"] > 1.5 * curves["dp 4"][0]["length"], "responses grow with it"
+
+
+@pytest.mark.procs
+@pytest.mark.slow
+def test_layouts_give_one_curve(curves: dict[str, tuple[dict[str, float], ...]]) -> None:
+    """Data parallelism changes no bit; between tensor-parallel degrees only the order of sums differs."""
+    assert curves["dp 2"] == curves["dp 4"][:8]
+    for a, b in zip(curves["dp 4"], curves["tp 2, dp 2"], strict=False):
         assert (a["reward"], a["length"]) == pytest.approx((b["reward"], b["length"]), abs=0.02)
         assert a["kl"] == pytest.approx(b["kl"], rel=0.02, abs=1e-4)

@@ -1,8 +1,8 @@
-"""Runs the job on local processes at one plan:
+"""The job at one plan from start to end, on communicators and weight copies of its own, without Nereus's session:
 
-    python -m examples.ppo.train examples/ppo/base.plan --steps 100 --curve curve.json
+    python -m examples.ppo.fixed examples/ppo/base.plan --steps 100 --curve curve.json
 
-One process a GPU of the plan (here: a core); a line for every step.
+One process a GPU of the plan (here: a core); a line for every step. What a run that changes its plan is compared with.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ import torch.distributed
 
 from examples.ppo import loop as rl
 from examples.ppo.algorithm import Settings
+from examples.ppo.display import line, load
 from examples.ppo.stages import Worker, build, hand_over
 from examples.ppo.task import Counting
 from nereus.ir.plan import Plan, Stage
-from nereus.lang.api import load_plan, pinned
-from nereus.lang.render import render
 from nereus.runtime.groups import Groups, Place
 
 
@@ -69,7 +68,7 @@ def run(me: int, store: Any, options: Options, *, epoch: int = 0, show: bool = F
     def sync() -> None:
         hand_over(workers.get("actor.train"), workers.get("actor.generate"), actor, world)
 
-    job = rl.Job(
+    side = rl.Side(
         task=options.task,
         settings=options.settings,
         workload=plan.workload,
@@ -80,30 +79,11 @@ def run(me: int, store: Any, options: Options, *, epoch: int = 0, show: bool = F
     state = rl.first(options.task, options.settings, options.allowed)
     while state.step < options.num_steps:
         begin = time.monotonic()
-        state = rl.step(job, state)
+        state = rl.step(side, state)
         if show and me == 0:
-            print(line(state.curve[-1], time.monotonic() - begin, job.seconds), flush=True)
+            print(line(state.curve[-1], time.monotonic() - begin, side.seconds), flush=True)
     groups.close()
     return state
-
-
-def line(point: Mapping[str, float], total_s: float, parts_s: Mapping[str, float]) -> str:
-    """One step for a reader."""
-    bar = "#" * round(24 * point["reward"])
-    parts = " ".join(f"{name} {value:.2f}" for name, value in parts_s.items())
-    return (
-        f"step {point['step']:4.0f}  reward {point['reward']:.3f} |{bar:<24}|  "
-        f"response {point['length']:5.1f} of {point['allowed']:2.0f}  kl {point['kl']:5.2f}  "
-        f"{total_s:5.2f} s ({parts})"
-    )
-
-
-def load(path: str) -> Plan:
-    """The placed plan; the process ends with the compiler's messages where it has errors."""
-    result = load_plan(path)
-    if result.plan is None:
-        sys.exit(render(result.diagnostics, color=False))
-    return pinned(result.plan)
 
 
 def options_of(plan: Plan, num_steps: int, seed: int = 1) -> Options:
