@@ -52,12 +52,20 @@ PLAIN(plain4, u32)
         return a[0] + a[1] + a[2] + a[3] + ((b[0] + b[1] + b[2] + b[3]) << 32) + plain(words, i, num, seed);           \
     }
 
+static inline int four_bytes(const void *at) {
+    int out;
+    memcpy(&out, at, 4);
+    return out;
+}
+
+VECTOR(vector1, u8, plain1, _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(four_bytes(words + i))))
 VECTOR(vector2, u16, plain2, _mm256_cvtepu16_epi64(_mm_loadl_epi64((const __m128i *)(words + i))))
 VECTOR(vector4, u32, plain4, _mm256_cvtepu32_epi64(_mm_loadu_si128((const __m128i *)(words + i))))
 #endif
 
-static u64 sum(const unsigned char *data, i64 num_words, int word, u64 seed) {
+static u64 sum(const u8 *data, i64 num_words, int word, u64 seed) {
 #ifdef HAVE_AVX2
+    if (__builtin_cpu_supports("avx2") && word == 1) return vector1(data, num_words, seed);
     if (__builtin_cpu_supports("avx2") && word == 2) return vector2((const u16 *)data, num_words, seed);
     if (__builtin_cpu_supports("avx2") && word == 4) return vector4((const u32 *)data, num_words, seed);
 #endif

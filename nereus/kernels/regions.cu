@@ -7,6 +7,7 @@
 #elif defined(__clang__) && !defined(__global__)
 #define __global__ __attribute__((global))
 #define __device__ __attribute__((device))
+#define __launch_bounds__(threads) __attribute__((amdgpu_flat_work_group_size(1, threads)))
 #define CELL static inline __device__ __attribute__((always_inline))
 #else
 #define CELL static __device__ __forceinline__
@@ -215,8 +216,9 @@ CELL u64 over_lanes(u64 value, u32 lane) {
 }
 
 /* THREADS / LANES tiles for each block. */
-extern "C" __global__ void nereus_regions(const i64 *table, const i64 *region_of, const i64 *number_of, i64 num_tiles,
-                                          const i64 *bases, u64 *sums) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    nereus_regions(const i64 *table, const i64 *region_of, const i64 *number_of, i64 num_tiles, const i64 *bases,
+                   u64 *sums) {
 #ifdef __AMDGCN__
     const u32 thread = __builtin_amdgcn_workitem_id_x(), block = __builtin_amdgcn_workgroup_id_x();
 #else
