@@ -6,6 +6,7 @@ for the GPU's, and what ``cpu()`` returns for the host's (``cpu_shim.apart_from_
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +16,12 @@ from frameworks.harness import run
 from frameworks.megatron_models import DENSE, SPARSE, At, Trainer, build, randomise, whole_of
 from frameworks.test_megatron import _agree
 
+from nereus import describe
 from nereus.models.tensors import logical_tensors
 from nereus.runtime.adapters import megatron_hybrid
 from nereus.runtime.adapters.base import BindError, Binding
+from nereus.runtime.coordinates import from_megatron
+from nereus.runtime.describe import LiveStage
 from nereus.runtime.live import move
 
 SMALL = replace(DENSE, num_layers=2)
@@ -154,6 +158,24 @@ def test_moves_keep_everything(name: str, moves: list[dict[str, list[tuple[str, 
     for number, at in enumerate(offloading):
         there, total = (sum(found[name][number][i] for found in moves) for i in (1, 2))
         assert total * at.offload <= there <= total
+
+
+def _described(rank: int, world: int) -> tuple[str, tuple[str, ...]]:
+    trainer = build(SMALL, At(bf16=True, precise=True, offload=0.5, vocab_multiple=128))
+    live = LiveStage(
+        model="actor", kind="train", arch=SMALL, source="tiny.json", backend="megatron", zero=1,
+        settings=(("sp", trainer.config.sequence_parallel),),
+    )  # fmt: skip
+    found = describe([(live, from_megatron(), trainer.adapter().bind().state)], gpu="h100-sxm-80gb")
+    return found.text, found.notes
+
+
+def test_a_live_job_is_described_with_its_share() -> None:
+    ((text, notes),) = run(1, _described)
+    shares = {name: float(share) for name, share in re.findall(r"(\w+) += +fp32 @host\(([\d.]+)\)", text)}
+    assert shares.keys() == {"master", "exp_avg", "exp_avg_sq"} and all(0.5 <= s < 1 for s in shares.values()), text
+    # Megatron walks from the model's end, a plan from its beginning.
+    assert [note.split()[1] for note in notes if "another memory" in note] == list(shares)
 
 
 def _refused(rank: int, world: int) -> list[str]:
