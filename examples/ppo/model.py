@@ -1,12 +1,18 @@
 """A small Llama in plain torch: RMSNorm, rotary positions, grouped-query attention, SwiGLU; a language or a value head.
 
 Tensor parallelism is written out. Every rank of a tensor-parallel group computes the same hidden states; it holds
-its rows of q, k, v, gate, up and vocabulary and its columns of o and down, and partial sums are added up over the
-group. Parameters carry the names of published Llamas, so Nereus knows what each is without being told.
+its rows of q, k, v, gate, up and vocabulary and its columns of o and down. Parameters carry the names of published
+Llamas, so Nereus knows what each is without being told.
+
+One thing is unusual. A cut matrix consists of as many *parts* as there are kv heads, and a rank computes its parts one
+by one, whether it holds one of them or all; sums over parts are added up in their order. So no bit of a result depends
+on the layout. That costs speed, and a real job would not pay it; here it means that a run whose layout was changed must
+end exactly like one whose layout was not, and a single wrong byte would show.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -22,54 +28,52 @@ NORM_EPS = 1e-5
 ROPE_BASE = 10_000.0
 
 
-class _Copy(torch.autograd.Function):
-    """What every rank has alike, going into work that is cut: its gradient is the sum of what each part gives."""
+class _Spread(torch.autograd.Function):
+    """What every rank has alike, once for each part that this rank computes; the gradient is the sum over all parts."""
 
     @staticmethod
-    def forward(ctx: Any, data: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(ctx: Any, data: torch.Tensor, group: Group, num_local: int) -> tuple[torch.Tensor, ...]:
         ctx.group = group
-        return data
+        return tuple(data.view_as(data) for _ in range(num_local))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.group.all_reduce(grad.clone(memory_format=torch.contiguous_format)), None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _added(gradients, ctx.group), None, None
 
 
 class _Sum(torch.autograd.Function):
-    """Partial sums of the ranks, added up; every rank's part has the gradient of the sum."""
+    """The sum over all parts, of which each rank gives its own."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, group: Group) -> torch.Tensor:
-        return group.all_reduce(part.contiguous().clone())
+    def forward(ctx: Any, group: Group, *parts: torch.Tensor) -> torch.Tensor:
+        ctx.num_local = len(parts)
+        return _added(parts, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *(gradient for _ in range(ctx.num_local))
 
 
 class _Join(torch.autograd.Function):
     """The ranks' columns side by side; what follows is computed alike by all, so each takes its own columns back."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.rank, ctx.width = group.rank, part.shape[-1]
-        return torch.cat(group.all_gather(part.contiguous()), dim=-1)
+    def forward(ctx: Any, group: Group, data: torch.Tensor) -> torch.Tensor:
+        ctx.rank, ctx.width = group.rank, data.shape[-1]
+        return torch.cat(group.all_gather(data.contiguous()), dim=-1)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad.narrow(-1, ctx.rank * ctx.width, ctx.width), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, gradient.narrow(-1, ctx.rank * ctx.width, ctx.width)
 
 
-def copy_to(data: torch.Tensor, tp: Group) -> torch.Tensor:
-    return data if tp.size == 1 else _Copy.apply(data, tp)
-
-
-def sum_over(part: torch.Tensor, tp: Group) -> torch.Tensor:
-    return part if tp.size == 1 else _Sum.apply(part, tp)
-
-
-def joined(part: torch.Tensor, tp: Group) -> torch.Tensor:
-    return part if tp.size == 1 else _Join.apply(part, tp)
+def _added(parts: Sequence[torch.Tensor], group: Group) -> torch.Tensor:
+    """All ranks' parts, added up in their order."""
+    every = torch.cat(group.all_gather(torch.stack(list(parts))))
+    total = every[0].clone()
+    for part in every[1:]:
+        total += part
+    return total
 
 
 class Linear(nn.Module):
@@ -81,6 +85,14 @@ class Linear(nn.Module):
 
     def forward(self, data: torch.Tensor) -> torch.Tensor:
         return F.linear(data, self.weight)
+
+    def by_rows(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Each part's input times its rows."""
+        return [F.linear(data, w) for data, w in zip(parts, self.weight.chunk(len(parts)), strict=True)]
+
+    def by_columns(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Each part's input times its columns: what they add up to is the product."""
+        return [F.linear(data, w) for data, w in zip(parts, self.weight.chunk(len(parts), dim=1), strict=True)]
 
 
 class Norm(nn.Module):
@@ -108,46 +120,50 @@ class Cache:
 
 
 class Attention(nn.Module):
+    """A part is a kv head with the query heads that share it."""
+
     def __init__(self, arch: Arch, tp: Group) -> None:
         super().__init__()
         self.tp, self.head_dim = tp, arch.head_dim
-        self.num_heads, self.num_kv_heads = arch.num_heads // tp.size, arch.num_kv_heads // tp.size
-        self.q_proj = Linear(self.num_heads * arch.head_dim, arch.hidden)
-        self.k_proj = Linear(self.num_kv_heads * arch.head_dim, arch.hidden)
-        self.v_proj = Linear(self.num_kv_heads * arch.head_dim, arch.hidden)
-        self.o_proj = Linear(arch.hidden, self.num_heads * arch.head_dim)
+        self.num_parts = arch.num_kv_heads // tp.size
+        self.num_shared = arch.num_heads // arch.num_kv_heads
+        rows = self.num_parts * arch.head_dim
+        self.q_proj = Linear(rows * self.num_shared, arch.hidden)
+        self.k_proj = Linear(rows, arch.hidden)
+        self.v_proj = Linear(rows, arch.hidden)
+        self.o_proj = Linear(arch.hidden, rows * self.num_shared)
 
     def forward(self, hidden: torch.Tensor, layer: int, first: int, cache: Cache | None) -> torch.Tensor:
         batch, length, _ = hidden.shape
-        hidden = copy_to(hidden, self.tp)
+        parts = _Spread.apply(hidden, self.tp, self.num_parts)
 
-        def heads(data: torch.Tensor, count: int) -> torch.Tensor:
-            return data.view(batch, length, count, self.head_dim).transpose(1, 2)
+        def heads(linear: Linear, count: int) -> torch.Tensor:
+            data = torch.cat(linear.by_rows(parts), dim=-1)
+            return data.view(batch, length, self.num_parts * count, self.head_dim).transpose(1, 2)
 
-        queries = _turned(heads(self.q_proj(hidden), self.num_heads), first)
-        keys = _turned(heads(self.k_proj(hidden), self.num_kv_heads), first)
-        values = heads(self.v_proj(hidden), self.num_kv_heads)
+        queries = _turned(heads(self.q_proj, self.num_shared), first)
+        keys, values = _turned(heads(self.k_proj, 1), first), heads(self.v_proj, 1)
         if cache is not None:
             keys, values = cache.extend(layer, keys, values)
-        # A query head shares its keys with the others of its kv head, whose rows follow each other.
-        shared = self.num_heads // self.num_kv_heads
-        if shared > 1:
-            keys, values = keys.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1)
+        if self.num_shared > 1:
+            keys, values = keys.repeat_interleave(self.num_shared, 1), values.repeat_interleave(self.num_shared, 1)
         mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=length > 1)
-        return sum_over(self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1)), self.tp)
+        mixed = mixed.transpose(1, 2).reshape(batch, length, -1)
+        return _Sum.apply(self.tp, *self.o_proj.by_columns(mixed.chunk(self.num_parts, dim=-1)))
 
 
 class Mlp(nn.Module):
     def __init__(self, arch: Arch, tp: Group) -> None:
         super().__init__()
-        self.tp = tp
+        self.tp, self.num_parts = tp, arch.num_kv_heads // tp.size
         self.gate_proj = Linear(arch.ffn // tp.size, arch.hidden)
         self.up_proj = Linear(arch.ffn // tp.size, arch.hidden)
         self.down_proj = Linear(arch.hidden, arch.ffn // tp.size)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = copy_to(hidden, self.tp)
-        return sum_over(self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden)), self.tp)
+        parts = _Spread.apply(hidden, self.tp, self.num_parts)
+        gated = zip(self.gate_proj.by_rows(parts), self.up_proj.by_rows(parts), strict=True)
+        return _Sum.apply(self.tp, *self.down_proj.by_columns([F.silu(gate) * up for gate, up in gated]))
 
 
 class Layer(nn.Module):
@@ -177,7 +193,8 @@ class Embedding(nn.Module):
         local = tokens - self.tp.rank * self.rows
         absent = (local < 0) | (local >= self.rows)
         found = F.embedding(local.masked_fill(absent, 0), self.weight)
-        return sum_over(found.masked_fill(absent.unsqueeze(-1), 0.0), self.tp)
+        # All summands but one are zero: no order to keep.
+        return _Sum.apply(self.tp, found.masked_fill(absent.unsqueeze(-1), 0.0))
 
 
 class Decoder(nn.Module):
@@ -192,9 +209,11 @@ class Llama(nn.Module):
     """``head``: "lm" gives logits [batch, length, vocab], "value" one number a token [batch, length]."""
 
     def __init__(self, arch: Arch, tp: Group, head: str = "lm") -> None:
-        for what, count in (("heads", arch.num_heads), ("kv heads", arch.num_kv_heads), ("vocabulary", arch.vocab)):
-            if count % tp.size:
-                raise ValueError(f"this model's {what} ({count}) cannot be dealt to {tp.size} tensor-parallel ranks")
+        if arch.num_kv_heads % tp.size:
+            count = arch.num_kv_heads
+            raise ValueError(f"this model's kv heads ({count}) cannot be dealt to {tp.size} tensor-parallel ranks")
+        if arch.ffn % arch.num_kv_heads or arch.vocab % arch.num_kv_heads:
+            raise ValueError("this model's ffn width and vocabulary must be multiples of its number of kv heads")
         super().__init__()
         self.arch, self.tp, self.head = arch, tp, head
         self.model = Decoder(arch, tp)
@@ -214,11 +233,30 @@ class Llama(nn.Module):
         hidden = self.model.norm(hidden)
         if self.head == "value":
             return self.score(hidden).squeeze(-1)
-        return joined(self.lm_head(copy_to(hidden, self.tp)), self.tp)
+        parts = _Spread.apply(hidden, self.tp, self.arch.num_kv_heads // self.tp.size)
+        return _Join.apply(self.tp, torch.cat(self.lm_head.by_rows(parts), dim=-1))
 
-    def is_cut(self, name: str) -> bool:
-        """Whether each rank holds a part of the parameter; the others are alike on all of them."""
-        return self.tp.size > 1 and not name.endswith(("norm.weight", "layernorm.weight", "score.weight"))
+    def cut_dim(self, name: str) -> int | None:
+        """The dim of a parameter that is dealt to the ranks; None: all have all of it."""
+        if name.endswith(("norm.weight", "score.weight")):
+            return None
+        return 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
+
+    def squares(self) -> torch.Tensor:
+        """The sum of the squares of all gradients of the whole model, added up part by part."""
+        num_parts = self.arch.num_kv_heads // self.tp.size
+        cut: list[torch.Tensor] = [torch.zeros(()) for _ in range(num_parts)]
+        alike = torch.zeros(())
+        for name, parameter in self.named_parameters():
+            if parameter.grad is None:
+                continue
+            dim = self.cut_dim(name)
+            if dim is None:
+                alike += parameter.grad.square().sum()
+                continue
+            for number, part in enumerate(parameter.grad.chunk(num_parts, dim=dim)):
+                cut[number] += part.contiguous().square().sum()
+        return _added(cut, self.tp) + alike
 
 
 @torch.no_grad()

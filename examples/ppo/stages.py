@@ -161,15 +161,7 @@ class Worker:
         return float(total[0])
 
     def _clip(self, max_norm: float) -> None:
-        """By the norm over the whole model: what is cut counts on every rank, what all have alike counts once."""
-        cut, alike = torch.zeros(1), torch.zeros(1)
-        for name, parameter in self.module.named_parameters():
-            square = parameter.grad.square().sum() if parameter.grad is not None else 0.0
-            if self.module.is_cut(name):
-                cut += square
-            else:
-                alike += square
-        norm = float((self.place.tp.all_reduce(cut) + alike).sqrt())
+        norm = float(self.module.squares().sqrt())
         if norm > max_norm:
             for parameter in self.module.parameters():
                 if parameter.grad is not None:
@@ -208,7 +200,7 @@ def hand_over(source: Worker | None, target: Worker | None, model: Model, world:
     wholes = torch.zeros(sum(tensor.numel for tensor in tensors)).split([tensor.numel for tensor in tensors])
     for tensor, whole in zip(tensors, wholes, strict=True):
         # The first replica gives its part; what all its ranks have alike, the first of them.
-        if source is not None and source.place.dp.rank == 0 and (source.speaks or source.module.is_cut(tensor.name)):
+        if source is not None and source.place.dp.rank == 0 and (source.speaks or tensor.cut is not None):
             _part(whole, tensor, source).copy_(source.module.get_parameter(tensor.name))
     flat = everyones(torch.cat(wholes), world).split([tensor.numel for tensor in tensors])
     for tensor, whole in zip(tensors, flat, strict=True):

@@ -63,20 +63,19 @@ def _cut(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 @pytest.mark.procs
 def test_cut_model_is_the_whole_one(tmp_path: Path) -> None:
-    """Output and every gradient over two ranks, with two query heads to a kv head."""
+    """Output and every gradient over two ranks, bit for bit, with two query heads to a kv head."""
     arch = replace(_plan("base").model("actor").arch, num_kv_heads=2)
     found = run(2, _cut, str(tmp_path), init=False)
     for head in ("lm", "value"):
         output, gradients = _forward(_alone(), head)
         for rank, result in enumerate(found):
-            torch.testing.assert_close(result[head][0], output, rtol=1e-4, atol=1e-5)
+            assert torch.equal(result[head][0], output)
             for tensor in logical_tensors(arch, head):
                 whole = gradients[tensor.name]
                 if tensor.cut is not None:
                     lo, hi = tensor.cut.interval(tensor.shape[tensor.cut.dim], 2, rank)
                     whole = whole.narrow(tensor.cut.dim, lo, hi - lo)
-                torch.testing.assert_close(result[head][1][tensor.name], whole, rtol=1e-3, atol=1e-4)
-        assert torch.equal(found[0][head][0], found[1][head][0]), "ranks that compute the same get the same bits"
+                assert torch.equal(result[head][1][tensor.name], whole), tensor.name
 
 
 def test_cache_gives_what_the_whole_sequence_gives() -> None:
@@ -159,9 +158,9 @@ def _laid_out(plan: Plan, count: int, tp: dict[str, int]) -> Plan:
 
 #: Number of processes, tensor-parallel degrees, steps.
 LAYOUTS: dict[str, tuple[int, dict[str, int], int]] = {
-    "dp 4": (4, {}, 30),
-    "dp 2": (2, {}, 8),
-    "tp 2, dp 2": (4, {"actor.train": 2, "critic.train": 2, "actor.generate": 4, "ref.infer": 2}, 8),
+    "dp 4": (4, {}, 20),
+    "dp 2": (2, {}, 6),
+    "tp 2, dp 2": (4, {"actor.train": 2, "critic.train": 2, "actor.generate": 4, "ref.infer": 2}, 6),
 }
 
 
@@ -192,8 +191,6 @@ def test_reward_rises(curves: dict[str, tuple[dict[str, float], ...]]) -> None:
 @pytest.mark.procs
 @pytest.mark.slow
 def test_layouts_give_one_curve(curves: dict[str, tuple[dict[str, float], ...]]) -> None:
-    """Data parallelism changes no bit; between tensor-parallel degrees only the order of sums differs."""
-    assert curves["dp 2"] == curves["dp 4"][:8]
-    for a, b in zip(curves["dp 4"], curves["tp 2, dp 2"], strict=False):
-        assert (a["reward"], a["length"]) == pytest.approx((b["reward"], b["length"]), abs=0.02)
-        assert a["kl"] == pytest.approx(b["kl"], rel=0.02, abs=1e-4)
+    """To the last bit: everything is summed in an order of its own, not in that of the processes."""
+    assert curves["dp 2"] == curves["dp 4"][:6]
+    assert curves["tp 2, dp 2"] == curves["dp 4"][:6]
