@@ -54,6 +54,9 @@ class Certificate:
     transfer_s: float
     bound_transfer_s: float
     best_bound_transfer_s: float
+    #: What ``place`` weighs: predicted transfer (busiest port) + horizon x seconds that a placement adds to a step.
+    placement_s: float
+    best_bound_placement_s: float
     drain_s: float
     setup_s: float
     commit_s: float

@@ -8,7 +8,7 @@ from nereus.ir.layout import IntArray
 from nereus.ir.plan import Plan
 from nereus.ir.schedule import Schedule
 from nereus.ir.transition import HOST, INTER, INTRA, LOCAL, Certificate
-from nereus.passes.best import Best, best_of_all
+from nereus.passes.best import Best
 from nereus.passes.bound import Bounds
 from nereus.passes.check import Finding
 from nereus.passes.dag import Dag
@@ -100,7 +100,7 @@ def certify(
     least_peak = max(int(memory.reversible[phase][space]) for phase in (PHASES[0], PHASES[1]))
     background = max((life.seconds(kind, background=True) for kind in ("engine-start", "spawn")), default=0.0)
     setup = max(life.seconds("engine-start"), life.seconds("spawn")) + life.seconds("build-groups")
-    best = best_of_all(placed.choices, difference.new, len(topology.nodes))
+    best = placed.best
     bound_node_in = max(bound.node_in_bytes, default=0)
     phase = "during the transfer" if tight and int(worst[space]) == int(peak[space]) else memory.peak_phase(space)
     first_release = min(schedule.release.values(), default=None)
@@ -121,6 +121,8 @@ def certify(
         transfer_s=schedule.transfer_s,
         bound_transfer_s=bound.transfer_s,
         best_bound_transfer_s=min(bound.transfer_s, _best_transfer_s(best, routed)),
+        placement_s=placed.together.seconds,
+        best_bound_placement_s=placed.together.bound_s,
         drain_s=drain,
         setup_s=setup,
         commit_s=commit,

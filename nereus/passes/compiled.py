@@ -20,7 +20,7 @@ from nereus.passes.diff import Diff
 from nereus.passes.lifecycle import Lifecycle
 from nereus.passes.lower import StageChange
 from nereus.passes.memory import MemoryPlan
-from nereus.passes.place import Choice
+from nereus.passes.place import Choice, Together
 from nereus.passes.storages import StorageMap
 from nereus.passes.timeline import Timeline
 
@@ -66,6 +66,7 @@ class Transition(Exchange):
     new_holdings: Holdings
     changes: tuple[StageChange, ...]
     choices: tuple[Choice, ...]
+    together: Together
     life: Lifecycle
     memory: MemoryPlan
     dag: Dag

@@ -6,7 +6,7 @@ intervals with one set of living holders, one node, and the places of that node 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +15,7 @@ from nereus.ir.holdings import Holdings, StateSet, Topology, model_names
 from nereus.ir.layout import IntArray
 from nereus.passes.atoms import AtomTable, ModelGeometry, SlotGroup, build_atoms, model_geometry
 from nereus.passes.foregone import Foregone, without_small_shares
+from nereus.passes.model_atoms import ModelAtoms, placed_on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +58,12 @@ class Diff:
     foregone: Foregone
 
 
-def diff(old: Holdings, new: Holdings, topology: Topology, *, derive: bool = True) -> Diff:
-    """``derive``: half-precision weights may be made from the fp32 masters that arrive with them."""
+def diff(
+    old: Holdings, new: Holdings, topology: Topology, *, derive: bool = True, known: Iterable[ModelAtoms] = ()
+) -> Diff:
+    """``derive``: half-precision weights may be made from the fp32 masters that arrive with them. ``known``: atoms of
+    models for the same layouts on any devices."""
+    atoms_of = {found.model: found for found in known}
     geometries: list[ModelGeometry] = []
     geometry_of: list[int] = []
     tables: list[AtomTable] = []
@@ -69,11 +74,11 @@ def diff(old: Holdings, new: Holdings, topology: Topology, *, derive: bool = Tru
         fresh += [(s.stage, slot.name) for s in new_sets for slot in s.slots if (slot.name, slot.dtype) not in held]
         if not old_sets:
             continue
-        geometry = model_geometry(old_sets, new_sets)
-        geometries.append(geometry)
-        for group in slot_groups(old_sets, new_sets):
-            tables.append(build_atoms(geometry, topology, model, group, derive=derive and derivable(group, old_sets)))
-            geometry_of.append(len(geometries) - 1)
+        found = placed_on(atoms_of[model], new_sets, topology) if model in atoms_of else None
+        found = found or model_atoms(model, old_sets, new_sets, topology, derive=derive)
+        geometries.append(found.geometry)
+        tables += found.tables
+        geometry_of += [len(geometries) - 1] * len(found.tables)
     demands: list[Demand] = []
     lost: list[LostState] = []
     all_holders: list[tuple[tuple[int, ...], ...]] = []
@@ -116,6 +121,25 @@ def diff(old: Holdings, new: Holdings, topology: Topology, *, derive: bool = Tru
         kept_bytes=kept,
         derived_bytes=derived,
         foregone=foregone,
+    )
+
+
+def model_atoms(
+    model: str,
+    old_sets: tuple[StateSet, ...],
+    new_sets: tuple[StateSet, ...],
+    topology: Topology,
+    *,
+    derive: bool = True,
+) -> ModelAtoms:
+    geometry = model_geometry(old_sets, new_sets)
+    return ModelAtoms(
+        model=model,
+        geometry=geometry,
+        tables=tuple(
+            build_atoms(geometry, topology, model, group, derive=derive and derivable(group, old_sets))
+            for group in slot_groups(old_sets, new_sets)
+        ),
     )
 
 

@@ -1,158 +1,212 @@
-"""What each device of a stage already holds of each rank's share: the matrix that placement decides on."""
+"""What devices and nodes already hold of what ranks want: the columns that placement decides on.
+
+Nothing is kept per pair of device and rank. Devices that hold the same old groups are one *type*, ranks that want the
+same are one new group, and bytes are known per (type, group): a few numbers where state is replicated, about one per
+shard where it is sharded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from nereus.ir.holdings import Holdings, StateSet, Topology
 from nereus.ir.layout import BoolArray, IntArray
-from nereus.passes.atoms import AtomTable, build_atoms, model_geometry
-from nereus.passes.diff import derivable, slot_groups
+from nereus.passes.atoms import AtomTable
+from nereus.passes.diff import model_atoms
+from nereus.passes.lists import Lists, Sparse, combinations, join, summed
+from nereus.passes.model_atoms import ModelAtoms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Overlap:
-    """Bytes that rank r of a new state set finds on device d (held or derived), and what it wants in all.
+class ModelOverlap:
+    """A model whose state exists already, with all its new state sets."""
 
-    ``wanted[r] - saved[d, r]`` arrive in d's memory when r is put on d; state in host memory is not part of them: all
-    processes of a node share it, so it counts per node, by ``tables``. ``partly_derived[r]``: bytes that r derives of
-    classes which it otherwise must fetch (ZeRO-1: its own share of the weights).
-    """
-
-    devices: tuple[int, ...]  # device number of each row
-    saved: IntArray
-    wanted: IntArray
-    partly_derived: IntArray
+    atoms: ModelAtoms
     tables: tuple[TableOverlap, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Derived:
+    """What one state set makes itself of a table: a rank's weights from its masters, wherever it is put."""
+
+    rank: IntArray  # ascending
+    cls: IntArray
+    num_bytes: IntArray
+    on_gpu: BoolArray
+    total: IntArray  # per rank, on its GPU
+    held: Sparse  # type x rank: part of that which a device of the type holds anyway
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TableOverlap:
-    """Per class of one atom table: bytes, which nodes hold it (living), which ranks want it in this memory."""
+    """One atom table in columns. Types number distinct contents: of GPUs, of nodes' host memory, of whole nodes;
+    lost nodes hold nothing."""
 
     class_bytes: IntArray
     demanded_bytes: IntArray  # 0 where every wanter derives the whole class
-    in_host: bool
-    node_holds: BoolArray  # [class, node]
-    wanted_by: tuple[IntArray, ...]  # class -> ranks
+    group_set: IntArray  # new group -> state set
+    classes_of_group: Lists  # and one list more, empty: the group of a rank that wants nothing in a memory
+    groups_of_class: Lists
+    ranks_of_group: Lists
+    gpu_groups: tuple[IntArray | None, ...]  # per state set: group of every rank; None where none wants any on its GPU
+    host_groups: tuple[IntArray | None, ...]
+    gpu_type: IntArray  # per device
+    gpu_held: Lists  # type -> classes
+    host_type: IntArray  # per node
+    host_held: Lists
+    node_type: IntArray  # per node
+    node_held: Lists
+    sole_node: IntArray  # per class: the only living node that holds it, else -1
+    sole_gpu: IntArray  # per class: the only living place that holds it, where that is a GPU
+    wanted: IntArray  # bytes per new group
+    saved: Sparse  # GPU type x new group: bytes there already
+    derived: tuple[Derived | None, ...]  # per state set
 
-    def entering(self, node_of_rank: IntArray) -> IntArray:
-        """Per node: demanded bytes that some rank there wants and no device there holds, each once."""
-        num_nodes = self.node_holds.shape[1]
-        counts = np.array([len(ranks) for ranks in self.wanted_by], dtype=np.int64)
-        cls = np.repeat(np.arange(len(counts)), counts)
-        ranks = np.concatenate(self.wanted_by) if len(cls) else cls
-        pairs = np.unique(cls * num_nodes + node_of_rank[ranks])
-        cls, node = pairs // num_nodes, pairs % num_nodes
-        missing = np.where(self.node_holds[cls, node], 0, self.demanded_bytes[cls])
-        total: IntArray = np.bincount(node, weights=missing, minlength=num_nodes).astype(np.int64)
-        return total
+    def groups(self, state_set: int) -> tuple[IntArray, ...]:
+        """Of its ranks: on GPUs, in host memory, or both."""
+        return tuple(g for g in (self.gpu_groups[state_set], self.host_groups[state_set]) if g is not None)
 
 
-def overlap(old: Holdings, new_set: StateSet, topology: Topology) -> Overlap | None:
+def overlap(old: Holdings, model: str, new_sets: tuple[StateSet, ...], topology: Topology) -> ModelOverlap | None:
     """None where no old state set has the model: then every placement costs the same bytes."""
-    old_sets = old.of_model(new_set.model)
+    old_sets = old.of_model(model)
     if not old_sets:
         return None
-    geometry = model_geometry(old_sets, (new_set,))
+    atoms = model_atoms(model, old_sets, new_sets, topology)
     index = topology.index()
-    rank_device = [index[d] for d in new_set.bound.ranks]
-    devices = tuple(sorted(rank_device))
-    row_of = {device: row for row, device in enumerate(devices)}
-    rank_of_device = {device: rank for rank, device in enumerate(rank_device)}
-    saved = np.zeros((len(devices), len(rank_device)), dtype=np.int64)
-    wanted = np.zeros(len(rank_device), dtype=np.int64)
-    partly_derived = np.zeros(len(rank_device), dtype=np.int64)
-    tables: list[TableOverlap] = []
-    for group in slot_groups(old_sets, (new_set,)):
-        table = build_atoms(geometry, topology, new_set.model, group, derive=derivable(group, old_sets))
-        memories = sorted({topology.is_host(p) for g in table.new_groups for p in g.places})
-        for in_host in memories:
-            tables.append(_add_table(table, topology, in_host, row_of, rank_of_device, saved, wanted, partly_derived))
-        if len(memories) > 1:  # what GPUs want too enters their node once, and counts there
-            twice = [len(ranks) > 0 for ranks in tables[-2].wanted_by]
-            tables[-1] = replace(tables[-1], demanded_bytes=np.where(twice, 0, tables[-1].demanded_bytes))
-    return Overlap(devices=devices, saved=saved, wanted=wanted, partly_derived=partly_derived, tables=tuple(tables))
+    rank_of_device = []
+    for state_set in new_sets:
+        rank_of = np.full(topology.num_devices, -1, dtype=np.int64)
+        rank_of[[index[d] for d in state_set.bound.ranks]] = np.arange(len(state_set.bound.ranks))
+        rank_of_device.append(rank_of)
+    return ModelOverlap(atoms=atoms, tables=tuple(_columns(t, topology, rank_of_device) for t in atoms.tables))
 
 
-def _add_table(
-    table: AtomTable,
-    topology: Topology,
-    in_host: bool,
-    row_of: dict[int, int],
-    rank_of_device: dict[int, int],
-    saved: IntArray,
-    wanted: IntArray,
-    partly_derived: IntArray,
-) -> TableOverlap:
-    num_devices = topology.num_devices
-    class_bytes = np.bincount(table.cls, weights=table.num_bytes, minlength=table.num_classes).astype(np.int64)
-    group_ranks = [
-        np.array([rank_of_device[p % num_devices] for p in g.places if topology.is_host(p) == in_host], dtype=np.int64)
-        for g in table.new_groups
-    ]
-    holds = np.zeros((table.num_classes, len(topology.nodes)), dtype=bool)
-    wanted_by: list[IntArray] = []
-    rows_of_class: list[IntArray] = []
-    for cls in range(table.num_classes):
-        places = {p for g in table.class_holders[cls] for p in table.old_groups[g].places}
-        living = [p for p in places if topology.alive[topology.node_of_place(p)]]
-        for place in living:
-            holds[cls, topology.node_of_place(place)] = True
-        ranks = [group_ranks[g] for g in table.class_wanters[cls]]
-        wanted_by.append(np.unique(np.concatenate(ranks)) if ranks else np.zeros(0, dtype=np.int64))
-        rows_of_class.append(np.array(sorted(row_of[p] for p in living if p in row_of), dtype=np.int64))
-        if len(wanted_by[-1]):
-            if in_host:
-                continue
-            wanted[wanted_by[-1]] += class_bytes[cls]
-            if len(rows_of_class[-1]):
-                saved[np.ix_(rows_of_class[-1], wanted_by[-1])] += class_bytes[cls]
-    derived = _add_derived(table, topology, in_host, rank_of_device, rows_of_class, saved)
-    # A class counts as demanded unless all of its wanters derive all of it.
-    full = np.array(
-        [all(derived.get((r, c), 0) == class_bytes[c] for r in w.tolist()) for c, w in enumerate(wanted_by)]
+def _columns(table: AtomTable, topology: Topology, rank_of_device: list[IntArray]) -> TableOverlap:
+    num_devices, num_nodes = topology.num_devices, len(topology.nodes)
+    num_classes, num_groups = table.num_classes, len(table.new_groups)
+    class_bytes = np.bincount(table.cls, weights=table.num_bytes, minlength=num_classes).astype(np.int64)
+    wanters = Lists.of_tuples(table.class_wanters)
+    classes_of_group = wanters.inverse(num_groups + 1)
+    places = Lists.of_tuples([group.places for group in table.new_groups])
+    device = places.item % num_devices
+    group_set = np.array([group.state_set for group in table.new_groups], dtype=np.int64)
+    rank = np.stack(rank_of_device)[group_set[places.owner], device]
+    on_host = places.item >= num_devices
+    groups: list[list[IntArray | None]] = [[], []]
+    for number, rank_of in enumerate(rank_of_device):
+        for host, found in enumerate(groups):
+            own = (group_set[places.owner] == number) & (on_host == bool(host))
+            of_rank = np.full(int((rank_of >= 0).sum()), num_groups, dtype=np.int64)
+            of_rank[rank[own]] = places.owner[own]
+            found.append(of_rank if own.any() else None)
+    # -- who holds what
+    holders = Lists.of_tuples(table.class_holders)
+    classes_of_old = holders.inverse(len(table.old_groups))
+    old_places = Lists.of_tuples([group.places for group in table.old_groups])
+    alive = np.array(topology.alive, dtype=bool)[topology.node_of[old_places.item % num_devices]]
+    owner, place = old_places.owner[alive], old_places.item[alive]
+    node = topology.node_of[place % num_devices]
+    on_gpu = place < num_devices
+    gpu_type, gpu_held = _types(place[on_gpu], owner[on_gpu], num_devices, classes_of_old)
+    host_type, host_held = _types(node[~on_gpu], owner[~on_gpu], num_nodes, classes_of_old)
+    node_type, node_held = _types(node, owner, num_nodes, classes_of_old)
+    sole_node = _sole(node_type, node_held, num_classes)
+    sole_gpu = np.where(
+        _sole(host_type, host_held, num_classes, any_holder=True) < 0, _sole(gpu_type, gpu_held, num_classes), -1
     )
-    demanded = np.where(full, 0, class_bytes)
-    for (rank, cls), num_bytes in derived.items():
-        if demanded[cls]:
-            partly_derived[rank] += num_bytes
+    derived, fully = _derived(table, topology, group_set, rank_of_device, class_bytes, gpu_type, gpu_held)
+    num_wanters = np.bincount(wanters.owner, weights=places.counts[wanters.item], minlength=num_classes)
     return TableOverlap(
         class_bytes=class_bytes,
-        demanded_bytes=demanded,
-        in_host=in_host,
-        node_holds=holds,
-        wanted_by=tuple(wanted_by),
+        demanded_bytes=np.where((fully >= num_wanters) & (fully > 0), 0, class_bytes),
+        group_set=group_set,
+        classes_of_group=classes_of_group,
+        groups_of_class=wanters,
+        ranks_of_group=Lists(places.first, rank),
+        gpu_groups=tuple(groups[0]),
+        host_groups=tuple(groups[1]),
+        gpu_type=gpu_type,
+        gpu_held=gpu_held,
+        host_type=host_type,
+        host_held=host_held,
+        node_type=node_type,
+        node_held=node_held,
+        sole_node=sole_node,
+        sole_gpu=sole_gpu,
+        wanted=classes_of_group.sums(class_bytes),
+        saved=join(gpu_held, classes_of_group, class_bytes),
+        derived=derived,
     )
 
 
-def _add_derived(
+def _types(key: IntArray, group: IntArray, num_keys: int, classes_of_group: Lists) -> tuple[IntArray, Lists]:
+    """(type of every memory, type -> classes): memories that hold the same groups have one type."""
+    of_key, contents = combinations(Lists.of_pairs(key, group, num_keys))
+    return of_key, contents.through(classes_of_group)
+
+
+def _sole(type_of: IntArray, held: Lists, num_classes: int, *, any_holder: bool = False) -> IntArray:
+    """Per class: the only memory that holds it, else -1 (``any_holder``: some memory that holds it, -1 if none)."""
+    num_types = len(held)
+    of_type = np.bincount(type_of, minlength=num_types)
+    example = np.zeros(num_types, dtype=np.int64)
+    example[type_of] = np.arange(len(type_of))
+    count = np.bincount(held.item, weights=of_type[held.owner], minlength=num_classes)
+    found = np.full(num_classes, -1, dtype=np.int64)
+    found[held.item] = example[held.owner]
+    return found if any_holder else np.where(count == 1, found, -1)
+
+
+def _derived(
     table: AtomTable,
     topology: Topology,
-    in_host: bool,
-    rank_of_device: dict[int, int],
-    rows_of_class: Sequence[IntArray],
-    saved: IntArray,
-) -> dict[tuple[int, int], int]:
-    """A rank derives its weights from its master wherever it is put: saved on all rows but those that hold them anyway.
-
-    Returns (rank, class) -> derived bytes.
-    """
-    derived: dict[tuple[int, int], int] = {}
-    for place, intervals in table.derived.items():
-        if topology.is_host(place) != in_host:
+    group_set: IntArray,
+    rank_of_device: list[IntArray],
+    class_bytes: IntArray,
+    gpu_type: IntArray,
+    gpu_held: Lists,
+) -> tuple[tuple[Derived | None, ...], IntArray]:
+    """What each state set derives, and per class how many ranks derive the whole of it."""
+    num_classes = table.num_classes
+    found: list[Derived | None] = [None] * len(rank_of_device)
+    fully = np.zeros(num_classes, dtype=np.int64)
+    if not table.derived:
+        return tuple(found), fully
+    intervals = Lists(
+        np.concatenate(([0], np.cumsum([len(own) for own in table.derived.values()]))),
+        np.concatenate(list(table.derived.values())),
+    )
+    key, num_bytes = summed(intervals.owner * num_classes + table.cls[intervals.item], table.num_bytes[intervals.item])
+    place = np.fromiter(table.derived, dtype=np.int64)[key // num_classes]
+    cls = key % num_classes
+    fully += np.bincount(cls[num_bytes == class_bytes[cls]], minlength=num_classes)
+    held = Lists.of_pairs(gpu_held.owner, gpu_held.item, len(gpu_held))
+    left = np.ones(len(place), dtype=bool)
+    for number, rank_of in enumerate(rank_of_device):
+        rank = rank_of[place % topology.num_devices]
+        own = np.flatnonzero(left & (rank >= 0))
+        if not len(own) or not bool((group_set == number).any()):
             continue
-        rank = rank_of_device[place % topology.num_devices]
-        by_class = np.bincount(
-            table.cls[intervals], weights=table.num_bytes[intervals], minlength=table.num_classes
-        ).astype(np.int64)
-        if not in_host:
-            saved[:, rank] += int(by_class.sum())
-        for cls in np.flatnonzero(by_class).tolist():
-            if not in_host:
-                saved[rows_of_class[cls], rank] -= by_class[cls]
-            derived[rank, cls] = int(by_class[cls])
-    return derived
+        left[own] = False
+        order = own[np.argsort(rank[own], kind="stable")]
+        num_ranks = int((rank_of >= 0).sum())
+        on_gpu = order[place[order] < topology.num_devices]
+        found[number] = Derived(
+            rank=rank[order],
+            cls=cls[order],
+            num_bytes=num_bytes[order],
+            on_gpu=place[order] < topology.num_devices,
+            total=np.bincount(rank[on_gpu], weights=num_bytes[on_gpu], minlength=num_ranks).astype(np.int64),
+            held=_held_of_derived(held, num_classes, num_ranks, rank[on_gpu], cls[on_gpu], num_bytes[on_gpu]),
+        )
+    return tuple(found), fully
+
+
+def _held_of_derived(
+    held: Lists, num_classes: int, num_ranks: int, rank: IntArray, cls: IntArray, num_bytes: IntArray
+) -> Sparse:
+    at, type_ = held.inverse(num_classes).of(cls)
+    return Sparse.summing(len(held), max(num_ranks, 1), type_, rank[at], num_bytes[at])

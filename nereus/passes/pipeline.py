@@ -73,7 +73,7 @@ def compile_transition(
     if errors:
         raise DiagnosticError(errors)
     changes = run("lower", lambda: lower(old, new))
-    difference = run("diff", lambda: diff(old_holdings, new_holdings, topology))
+    difference = run("diff", lambda: diff(old_holdings, new_holdings, topology, known=placed.models))
     if difference.lost:
         raise DiagnosticError(refusals.lost_state(difference, new))
     life = run("lifecycle", lambda: lifecycle(old, new, topology))
@@ -124,6 +124,7 @@ def compile_transition(
         diff=difference,
         changes=changes,
         choices=placed.choices,
+        together=placed.together,
         storages=storages,
         life=life,
         memory=memory,

@@ -1,30 +1,41 @@
-"""place: which device takes which coordinate of the new layout.
+"""place: which device takes which coordinate of the new layout, for all stages together.
 
 Allowed: every assignment of a stage's coordinates to the devices in its ``on`` that keeps a tensor-parallel group
-inside one node wherever it can be. Groups choose nodes by min-cost flow, devices inside a node follow by linear
-assignment. Candidates are the listed order and the flows for bytes per device and bytes per node; the one with the
-least (predicted transfer + horizon x added step time), then the fewest bytes, wins, so the listed order is never
-beaten by something slower.
+inside one node wherever it can be. Options of each stage: the listed order; groups to nodes by min-cost flow, for the
+fewest bytes per device or per node, one by one or in blocks that keep pipelines and rings inside nodes as they are;
+devices inside a node by exact assignment. Stages share ports, so their options are compared together: the least
+(predicted transfer of everything + horizon x added step time), then the fewest bytes, wins. The listed order of all is
+among what is compared, so it is never beaten by something slower.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
-from ortools.graph.python import linear_sum_assignment, min_cost_flow
 
 from nereus.ir.cluster import Device
-from nereus.ir.holdings import Holdings, StateSet, Topology
-from nereus.ir.layout import IntArray, Layout, layout_of
+from nereus.ir.holdings import Holdings, Topology, model_names
+from nereus.ir.layout import IntArray, layout_of
 from nereus.ir.plan import Plan, Stage
+from nereus.passes import place_bounds
+from nereus.passes.best import Best, best_of_all
 from nereus.passes.hold import hold
-from nereus.passes.overlap import Overlap, overlap
-from nereus.passes.step_cost import node_traffic_s
+from nereus.passes.model_atoms import ModelAtoms
+from nereus.passes.overlap import ModelOverlap, overlap
+from nereus.passes.place_assign import NodeValues
+from nereus.passes.place_joint import SAME_S, Joint, Option, descend
+from nereus.passes.place_search import search
+from nereus.passes.place_stage import NODE_WEIGHT, PlacedStage
 
-#: Up to so many ranks the best placement is proved by CP-SAT where the flow leaves a gap; above, its bound is given.
-MAX_EXACT_RANKS = 16
+UNCHANGED = "unchanged"
+#: How much more a byte into the busiest node costs than one into an idle node, when loads are spread.
+SPREAD_LEVELS = 15
+#: How far from the bound a placement must be for that to be tried.
+WORTH_SPREADING = 0.005
+#: Devices inside nodes are evened out for stages of up to so many ranks.
+MOST_EVEN_RANKS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +43,7 @@ class Choice:
     """Why a stage lies where it does. Seconds and bytes are this stage's alone."""
 
     stage: str
-    chosen: str  # pinned | unchanged | listed | bytes | nodes | devices
+    chosen: str  # pinned | unchanged | listed | bytes | nodes | devices | blocks | pipelines | rings | spread | exact
     moved_bytes: int
     listed_moved_bytes: int
     best_moved_bytes: int  # least over all allowed placements (a lower bound where ``exact`` is false)
@@ -46,9 +57,40 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Together:
+    """What all stages cost together: seconds of the busiest port, seconds per step, bytes. No allowed placement has
+    less than ``bound_s`` for transfer + horizon x step; the chosen one is proved best where it reaches that."""
+
+    transfer_s: float
+    step_s: float
+    moved_bytes: int
+    listed_transfer_s: float
+    listed_step_s: float
+    listed_moved_bytes: int
+    horizon_steps: int
+    bound_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.transfer_s + self.horizon_steps * self.step_s
+
+    @property
+    def listed_seconds(self) -> float:
+        return self.listed_transfer_s + self.horizon_steps * self.listed_step_s
+
+    @property
+    def exact(self) -> bool:
+        return self.seconds <= self.bound_s + SAME_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
     plan: Plan
     choices: tuple[Choice, ...]
+    together: Together
+    best: Best
+    #: Cells and atoms of models that were placed; they do not depend on where ranks lie.
+    models: tuple[ModelAtoms, ...] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,26 +102,18 @@ class Place:
     name = "place"
 
     def apply(self, old: Plan, old_holdings: Holdings, new: Plan, topology: Topology) -> Placed:
-        holdings = hold(new)
-        stages: list[Stage] = []
-        choices: list[Choice] = []
+        fixed = {}
+        stages = []
         for stage in new.stages:
-            if stage.with_ is not None or stage.service is not None:
-                stages.append(stage)
-                continue
-            previous = _unchanged(old, stage)
-            state_set = next((s for s in holdings.sets if (s.owner, s.model) == (stage.name, stage.model)), None)
-            if stage.place is None and previous is not None:
-                stage = replace(stage, place=previous)
-                state_set = state_set and replace(state_set, bound=replace(state_set.bound, ranks=previous))
-            if state_set is not None:
-                matrix = overlap(old_holdings, state_set, topology)
-                if matrix is not None:
-                    problem = _Problem(self, new, stage, state_set, matrix, topology)
-                    stage, choice = problem.solve("unchanged" if previous is not None else "pinned")
-                    choices.append(choice)
-            stages.append(stage if stage.place is not None else replace(stage, place=stage.ranks))
-        return Placed(plan=replace(new, stages=_follow(stages)), choices=tuple(choices))
+            if stage.with_ is None and stage.service is None:
+                previous = _unchanged(old, stage)
+                if stage.place is None and previous is not None:
+                    stage = replace(stage, place=previous)
+                if stage.place is not None:
+                    fixed[stage.name] = UNCHANGED if stage.place == previous else "pinned"
+            stages.append(stage)
+        new = replace(new, stages=_follow(stages))
+        return _Placing(self, old_holdings, new, topology, fixed).solve()
 
 
 def pin(plan: Plan) -> Plan:
@@ -98,7 +132,7 @@ def _unchanged(old: Plan, stage: Stage) -> tuple[Device, ...] | None:
     return before.ranks if same else None
 
 
-def _follow(stages: list[Stage]) -> tuple[Stage, ...]:
+def _follow(stages: Sequence[Stage]) -> tuple[Stage, ...]:
     """Stages ``with`` another lie where it does."""
     by_name = {stage.name: stage for stage in stages}
 
@@ -110,212 +144,180 @@ def _follow(stages: list[Stage]) -> tuple[Stage, ...]:
     return tuple(s if s.with_ is None else replace(s, place=host(s).place) for s in stages)
 
 
-class _Problem:
-    """One stage: rows of ``overlap`` are its devices, columns its ranks."""
-
-    def __init__(
-        self, options: Place, plan: Plan, stage: Stage, state_set: StateSet, matrix: Overlap, topology: Topology
-    ) -> None:
-        self.options, self.plan, self.stage, self.overlap, self.topology = options, plan, stage, matrix, topology
-        layout = state_set.bound.layout
-        assert isinstance(layout, Layout), "only what a plan lays out is placed"
-        self.layout: Layout = layout
-        self.state_set_name = state_set.stage
-        self.num_params = sum(t.numel for t in state_set.tensors)
-        index = topology.index()
-        self.row_of_device = {device: row for row, device in enumerate(matrix.devices)}
-        self.listed = np.array([self.row_of_device[index[d]] for d in stage.ranks], dtype=np.int64)
-        self.node_of_row = topology.node_of[np.array(matrix.devices, dtype=np.int64)]
-        self.nodes = np.unique(self.node_of_row)
-        coords = self.layout.coordinates()
-        group = (coords["pp"] * self.layout.dp + coords["dp"]) * self.layout.cp + coords["cp"]
-        order = np.lexsort((coords["tp"], group))
-        self.ranks_of_group: IntArray = order.reshape(-1, self.layout.tp)
-        self.rows_of_node = [np.flatnonzero(self.node_of_row == node) for node in self.nodes]
-        self.slots = np.array([len(rows) // self.layout.tp for rows in self.rows_of_node], dtype=np.int64)
-
-    def solve(self, fixed_reason: str) -> tuple[Stage, Choice]:
-        listed = self._cost(self.listed)
-        bound, exact, best_rows = self._best_moved()
-        if self.stage.place is not None:
-            chosen, rows, cost = fixed_reason, self.listed, listed
-        else:
-            candidates = [("listed", self.listed), *self._candidates()]
-            if best_rows is not None:
-                candidates.append(("bytes", best_rows))
-            costs = [(name, rows, self._cost(rows)) for name, rows in candidates]
-            chosen, rows, cost = min(costs, key=lambda c: (round(c[2][0], 6), c[2][1]))
-        devices = tuple(self.topology.devices[self.overlap.devices[row]] for row in rows)
-        choice = Choice(
-            stage=self.state_set_name,
-            chosen=chosen,
-            moved_bytes=cost[1],
-            listed_moved_bytes=listed[1],
-            best_moved_bytes=bound,
-            exact=exact,
-            best_node_in_bytes=self._least_node_in(),
-            best_device_in_bytes=self._best_device_in(),
-            transfer_s=cost[2],
-            step_s=cost[3],
-            listed_transfer_s=listed[2],
-            listed_step_s=listed[3],
-        )
-        return replace(self.stage, place=devices), choice
-
-    # -- candidates -------------------------------------------------------------------------------------------------
-
-    def _candidates(self) -> Iterator[tuple[str, IntArray]]:
-        listed_node = self.node_of_row[self.listed[self.ranks_of_group[:, 0]]]
-        yield "nodes", self._inside_nodes(self._flow(self._node_values()))
-        yield "bytes", self._inside_nodes(self._flow(self._device_values()))
-        listed_slot = np.searchsorted(self.nodes, listed_node)
-        if (np.bincount(listed_slot, minlength=len(self.nodes)) <= self.slots).all():
-            yield "devices", self._inside_nodes(listed_slot)
-
-    def _device_values(self) -> IntArray:
-        """[group, node]: bytes saved if every rank of the group had its best device of the node to itself."""
-        best = np.stack([self.overlap.saved[rows].max(axis=0) for rows in self.rows_of_node], axis=1)
-        values: IntArray = best[self.ranks_of_group].sum(axis=1)
-        return values
-
-    def _node_values(self) -> IntArray:
-        """[group, node]: wanted bytes that some device of the node has, ties broken by bytes per device."""
-        per_rank = np.zeros((self.layout.num_ranks, len(self.nodes)), dtype=np.int64)
-        for table in self.overlap.tables:
-            holds = table.node_holds[:, self.nodes]
-            for cls, ranks in enumerate(table.wanted_by):
-                per_rank[np.ix_(ranks, np.flatnonzero(holds[cls]))] += table.class_bytes[cls]
-        scaled: IntArray = per_rank[self.ranks_of_group].sum(axis=1) * 64 + self._device_values()
-        return scaled
-
-    def _flow(self, values: IntArray) -> IntArray:
-        """Node (index into ``nodes``) of every group, maximising ``values``; -1 for groups that fit in no node."""
-        num_groups, num_nodes = values.shape
-        listed = np.searchsorted(self.nodes, self.node_of_row[self.listed[self.ranks_of_group[:, 0]]])
-        costs = -2 * values
-        costs[np.arange(num_groups), listed] -= 1  # among equals the listed node
-        flow = min_cost_flow.SimpleMinCostFlow()
-        groups = np.arange(num_groups, dtype=np.int32)
-        source, sink = num_groups + num_nodes, num_groups + num_nodes + 1
-        flow.add_arcs_with_capacity_and_unit_cost(
-            np.full(num_groups, source, dtype=np.int32),
-            groups,
-            np.ones(num_groups, dtype=np.int64),
-            np.zeros(num_groups, dtype=np.int64),
-        )
-        tails = np.repeat(groups, num_nodes)
-        heads = np.tile(np.arange(num_nodes, dtype=np.int32) + num_groups, num_groups)
-        arcs = flow.add_arcs_with_capacity_and_unit_cost(
-            tails, heads, np.ones(len(tails), dtype=np.int64), costs.reshape(-1)
-        )
-        flow.add_arcs_with_capacity_and_unit_cost(
-            np.arange(num_nodes, dtype=np.int32) + num_groups,
-            np.full(num_nodes, sink, dtype=np.int32),
-            self.slots,
-            np.zeros(num_nodes, dtype=np.int64),
-        )
-        amount = min(num_groups, int(self.slots.sum()))
-        flow.set_nodes_supplies(np.array([source, sink]), np.array([amount, -amount]))
-        status = flow.solve()
-        assert status == flow.OPTIMAL, status
-        used = flow.flows(arcs) > 0
-        chosen = np.full(num_groups, -1, dtype=np.int64)
-        chosen[tails[used]] = heads[used] - num_groups
-        return chosen
-
-    def _inside_nodes(self, node_of_group: IntArray) -> IntArray:
-        """Rows of all ranks: an assignment inside every node; groups without a node share what is left, in order."""
-        rows = np.full(self.layout.num_ranks, -1, dtype=np.int64)
-        free: list[int] = []
-        for number, node_rows in enumerate(self.rows_of_node):
-            ranks = self.ranks_of_group[node_of_group == number].reshape(-1)
-            if len(ranks):
-                rows[ranks] = node_rows[self._assign(node_rows, ranks)]
-            free += sorted(set(node_rows.tolist()) - set(rows[ranks].tolist()))
-        rest = self.ranks_of_group[node_of_group < 0].reshape(-1)
-        rows[rest] = free
-        return rows
-
-    def _assign(self, rows: IntArray, ranks: IntArray) -> IntArray:
-        """Index into ``rows`` for each of ``ranks``, saving the most bytes (listed device among equals)."""
-        costs = -2 * self.overlap.saved[np.ix_(rows, ranks)].T
-        costs[self.listed[ranks][:, None] == rows[None, :]] -= 1
-        size = len(rows)
-        if len(ranks) < size:  # the solver wants a square problem: idle ranks take what is left
-            costs = np.vstack((costs, np.zeros((size - len(ranks), size), dtype=np.int64)))
-        solver = linear_sum_assignment.SimpleLinearSumAssignment()
-        left = np.repeat(np.arange(size), size)
-        right = np.tile(np.arange(size), size)
-        solver.add_arcs_with_cost(left, right, costs.reshape(-1))
-        status = solver.solve()
-        assert status == solver.OPTIMAL, status
-        return np.array([solver.right_mate(i) for i in range(len(ranks))], dtype=np.int64)
-
-    # -- costs and bounds ---------------------------------------------------------------------------------------------
-
-    def _cost(self, rows: IntArray) -> tuple[float, int, float, float]:
-        """(objective, moved bytes, transfer seconds, added seconds per step)."""
-        ranks = np.arange(self.layout.num_ranks)
-        missing = self.overlap.wanted - self.overlap.saved[rows, ranks]
-        node_of_rank = self.node_of_row[rows]
-        node_in = np.zeros(len(self.topology.nodes), dtype=np.int64)
-        host_in = 0
-        for table in self.overlap.tables:
-            entering = table.entering(node_of_rank)
-            node_in += entering
-            host_in += int(entering.sum()) if table.in_host else 0
-        nodes = self.topology.nodes
-        intra = np.array([n.gpu.intra_bytes_per_s for n in nodes])
-        nic = np.array([n.nic_bytes_per_s for n in nodes])
-        transfer_s = max(float((missing / intra[node_of_rank]).max()), float((node_in / nic).max()))
-        step_s = node_traffic_s(self.plan, self.stage, self.layout, node_of_rank, self.num_params, self.topology)
-        objective = transfer_s + self.options.horizon_steps * step_s
-        return objective, int(missing.sum()) + host_in, transfer_s, step_s
-
-    def _best_moved(self) -> tuple[int, bool, IntArray | None]:
-        """Least moved bytes over all allowed placements, whether that is exact, and a placement that reaches it."""
-        if any(table.in_host for table in self.overlap.tables):
-            rest = self.overlap.wanted - self.overlap.saved.max(axis=0)
-            return int(rest.sum()) + sum(self._least_node_in(host_only=True)), False, None
-        total = int(self.overlap.wanted.sum())
-        if int(self.slots.sum()) < len(self.ranks_of_group):  # some group spans nodes: only a bound that ignores groups
-            return total - int(self.overlap.saved.max(axis=0).sum()), False, None
-        values = self._device_values()
-        nodes = self._flow(values)
-        upper = int(values[np.arange(len(nodes)), nodes].sum())
-        rows = self._inside_nodes(nodes)
-        reached = int(self.overlap.saved[rows, np.arange(len(rows))].sum())
-        if reached == upper:
-            return total - reached, True, rows
-        if self.layout.num_ranks > MAX_EXACT_RANKS:
-            return total - upper, False, rows
-        # CP-SAT takes longer to import than most plans to compile, and few need it.
-        from nereus.passes.place_exact import most_saved
-
-        exact = most_saved(self.overlap.saved, self.ranks_of_group, self.rows_of_node, rows)
-        if exact is not None:
-            return total - exact[0], True, exact[1]
-        return total - upper, False, rows
-
-    def _least_node_in(self, *, host_only: bool = False) -> tuple[int, ...]:
-        """Every device of ``on`` is used, so a node takes in at least what its cheapest group lacks there."""
-        least = np.zeros(len(self.topology.nodes), dtype=np.int64)
-        if int(self.slots.sum()) < len(self.ranks_of_group):
-            return tuple(least.tolist())
-        group_of_rank = np.empty(self.layout.num_ranks, dtype=np.int64)
-        group_of_rank[self.ranks_of_group.reshape(-1)] = np.repeat(np.arange(len(self.ranks_of_group)), self.layout.tp)
-        missing = np.zeros((len(self.ranks_of_group), len(self.nodes)), dtype=np.int64)
-        for table in self.overlap.tables:
-            if host_only and not table.in_host:
+class _Placing:
+    def __init__(self, options: Place, old: Holdings, new: Plan, topology: Topology, fixed: Mapping[str, str]) -> None:
+        self.new, self.topology, self.fixed = new, topology, fixed
+        holdings = self.holdings = hold(new)
+        self.models: list[ModelOverlap] = []
+        owners: list[list[str]] = []
+        self.stages: dict[str, PlacedStage] = {}
+        for model in model_names(holdings):
+            sets = holdings.of_model(model)
+            found = overlap(old, model, sets, topology)
+            if found is None:
                 continue
-            lacks = ~table.node_holds[:, self.nodes]
-            for cls, ranks in enumerate(table.wanted_by):
-                if table.demanded_bytes[cls] and len(ranks):
-                    missing[np.unique(group_of_rank[ranks])] += table.demanded_bytes[cls] * lacks[cls]
-        missing -= self.overlap.partly_derived[self.ranks_of_group].sum(axis=1)[:, None]
-        least[self.nodes] = np.maximum(missing.min(axis=0), 0)
-        return tuple(least.tolist())
+            self.models.append(found)
+            owners.append([s.owner for s in sets])
+            for number, state_set in enumerate(sets):
+                stage = new.stage(state_set.owner)
+                if stage.model == model and stage.name not in self.stages:
+                    self.stages[stage.name] = PlacedStage(new, stage, state_set, number, found, topology)
+        self.joint = Joint(self.models, owners, topology, options.horizon_steps)
 
-    def _best_device_in(self) -> tuple[tuple[int, int], ...]:
-        least = (self.overlap.wanted[None, :] - self.overlap.saved).min(axis=1)
-        return tuple(zip(self.overlap.devices, np.maximum(least, 0).tolist(), strict=True))
+    def solve(self) -> Placed:
+        joint = self.joint
+        listed = {name: joint.option(s, "listed", s.listed) for name, s in self.stages.items()}
+        least = {name: place_bounds.least_moved(s) for name, s in self.stages.items()}
+        free = {name: s for name, s in self.stages.items() if not s.fixed}
+        options = {name: self._options(s, listed[name], least[name][2]) for name, s in free.items()}
+        alone = {name: min(choices, key=lambda o: joint.cost({name: o}).key) for name, choices in options.items()}
+        chosen = self._descend(options, listed, {**listed, **alone})
+        bounds = {
+            name: place_bounds.StageBound(
+                moved_bytes=least[name][0],
+                exact=least[name][1],
+                node_in_bytes=place_bounds.least_node_in(stage),
+                device_in_bytes=place_bounds.least_device_in(stage),
+            )
+            for name, stage in self.stages.items()
+        }
+        kept = {name: option for name, option in listed.items() if self.fixed.get(name) == UNCHANGED}
+        by_set = {self.stages[name].state_set.stage: bound for name, bound in bounds.items()}
+        best = best_of_all(by_set, self.holdings, len(self.topology.nodes))
+        device_s, bound_s = self._bound_s(best, kept)
+        if options and joint.cost(chosen).seconds > bound_s * (1 + WORTH_SPREADING) + SAME_S:
+            for name, stage in free.items():
+                options[name] += self._spread(stage, chosen, options[name])
+            chosen = self._descend(options, chosen)
+        if joint.cost(chosen).seconds > bound_s + SAME_S:
+            found = search(joint, {n: s for n, s in self.stages.items() if n not in kept}, kept, device_s)
+            if found is not None:
+                bound_s = max(bound_s, found[1])
+                if joint.cost(found[0]).key < joint.cost(chosen).key and len(kept) + len(free) == len(self.stages):
+                    chosen = found[0]
+        return self._placed(listed, chosen, bounds, best, bound_s)
+
+    def _descend(self, options: Mapping[str, Sequence[Option]], *starts: Mapping[str, Option]) -> dict[str, Option]:
+        ends = (descend(self.joint, options, start) for start in starts)
+        return min(ends, key=lambda end: self.joint.cost(end).key)
+
+    def _bound_s(self, best: Best, kept: Mapping[str, Option]) -> tuple[float, float]:
+        """Least seconds of the fullest device; least transfer + horizon x step."""
+        device_s = max((n * float(self.joint.intra_s[d]) for d, n in best.device_in_bytes), default=0.0)
+        node_s = max((n * float(self.joint.nic_s[i]) for i, n in enumerate(best.node_in_bytes)), default=0.0)
+        step_s = sum(kept[n].step_s if n in kept else s.least_step_s() for n, s in self.stages.items())
+        return device_s, float(max(device_s, node_s) + self.joint.horizon_steps * step_s)
+
+    # -- options ------------------------------------------------------------------------------------------------------
+
+    def _options(self, stage: PlacedStage, listed: Option, best_rows: IntArray | None) -> list[Option]:
+        found = [listed]
+        seen = {listed.rows.tobytes()}
+        for name, rows in self._rows(stage, best_rows):
+            if rows.tobytes() not in seen:
+                seen.add(rows.tobytes())
+                found.append(self.joint.option(stage, name, rows))
+        return found
+
+    def _rows(self, stage: PlacedStage, best_rows: IntArray | None) -> Iterator[tuple[str, IntArray]]:
+        values = _weighed(stage)
+        yield "nodes", stage.inside(stage.flow(values))
+        yield "bytes", best_rows if best_rows is not None else stage.inside(stage.flow(stage.device_values))
+        nodes = stage.groups_of(stage.listed)
+        if nodes is not None:
+            yield "devices", stage.inside(nodes)
+            yield "blocks", stage.inside(stage.blocks(values, nodes))
+        for name, axes in (("pipelines", ("dp", "cp", "pp")), ("rings", ("pp", "cp", "dp"))):
+            packed = stage.packed(*axes)
+            if packed is not None and stage.layout.pp > 1:
+                yield name, stage.inside(stage.blocks(values, packed))
+
+    def _spread(self, stage: PlacedStage, chosen: Mapping[str, Option], known: Sequence[Option]) -> Iterator[Option]:
+        """Options that relieve the busiest ports: bytes into a node cost more where more comes in already; inside
+        nodes, the fullest device takes as little as can be."""
+        name = stage.stage.name
+        cost = self.joint.cost(chosen)
+        nodes = cost.loads.node_in * self.joint.nic_s
+        level = 1 + (SPREAD_LEVELS * nodes[stage.nodes] / max(float(nodes.max()), 1e-30)).astype(np.int64)
+        found = []
+        if level.max() > level.min():
+            values = _weighed(stage, level)
+            found.append(stage.inside(stage.flow(values)))
+            for option in known:
+                groups = stage.groups_of(option.rows)
+                if groups is not None:
+                    found.append(stage.inside(stage.blocks(values, groups)))
+        groups = stage.groups_of(chosen[name].rows)
+        by_devices = cost.transfer_s > self.joint.node_s(cost.loads)
+        if by_devices and groups is not None and stage.layout.num_ranks <= MOST_EVEN_RANKS:
+            others = {n: o for n, o in chosen.items() if n != name}
+            load = self.joint.cost(others).loads.device_in[stage.devices]
+            found.append(stage.even(groups, place_bounds.wanted_bytes(stage), load))
+        seen = {option.rows.tobytes() for option in known}
+        for rows in found:
+            if rows.tobytes() not in seen:
+                seen.add(rows.tobytes())
+                yield self.joint.option(stage, "spread", rows)
+
+    # -- results ------------------------------------------------------------------------------------------------------
+
+    def _placed(
+        self,
+        listed: Mapping[str, Option],
+        chosen: Mapping[str, Option],
+        bounds: Mapping[str, place_bounds.StageBound],
+        best: Best,
+        bound_s: float,
+    ) -> Placed:
+        devices = self.topology.devices
+        stages = []
+        choices = []
+        for stage in self.new.stages:
+            if stage.name in self.stages:
+                option = chosen[stage.name]
+                choices.append(self._choice(stage.name, listed[stage.name], option, bounds[stage.name]))
+                stage = replace(stage, place=tuple(devices[d] for d in option.devices.tolist()))
+            elif stage.with_ is None and stage.service is None and stage.place is None:
+                stage = replace(stage, place=stage.ranks)
+            stages.append(stage)
+        now, before = self.joint.cost(chosen), self.joint.cost(listed)
+        together = Together(
+            transfer_s=now.transfer_s,
+            step_s=now.step_s,
+            moved_bytes=now.moved_bytes,
+            listed_transfer_s=before.transfer_s,
+            listed_step_s=before.step_s,
+            listed_moved_bytes=before.moved_bytes,
+            horizon_steps=self.joint.horizon_steps,
+            bound_s=min(bound_s, now.seconds),
+        )
+        plan = replace(self.new, stages=_follow(stages))
+        return Placed(
+            plan=plan, choices=tuple(choices), together=together, best=best, models=tuple(m.atoms for m in self.models)
+        )
+
+    def _choice(self, name: str, listed: Option, option: Option, bound: place_bounds.StageBound) -> Choice:
+        stage = self.stages[name]
+        now, before = self.joint.cost({name: option}), self.joint.cost({name: listed})
+        return Choice(
+            stage=stage.state_set.stage,
+            chosen=self.fixed.get(name, option.name),
+            moved_bytes=now.moved_bytes,
+            listed_moved_bytes=before.moved_bytes,
+            best_moved_bytes=bound.moved_bytes,
+            exact=bound.exact,
+            best_node_in_bytes=bound.node_in_bytes,
+            best_device_in_bytes=bound.device_in_bytes,
+            transfer_s=now.transfer_s,
+            step_s=now.step_s,
+            listed_transfer_s=before.transfer_s,
+            listed_step_s=before.step_s,
+        )
+
+
+def _weighed(stage: PlacedStage, level: IntArray | None = None) -> NodeValues:
+    """Bytes that a node has, then bytes that its devices have. ``level``: what a byte that enters costs, per node."""
+    held, wanted = stage.node_values
+    if level is not None:
+        held = held.lacking(wanted, level)
+    return held.scaled(NODE_WEIGHT).plus(stage.device_values)
