@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
 
 import torch
@@ -168,6 +169,55 @@ def config(stage: int, ranks: int, **changes: Any) -> dict[str, Any]:
     return {key: value for key, value in made.items() if value is not None}
 
 
+class _Kernels:
+    """What DeepSpeed's ops ``cpu_adam`` and ``fused_adam`` are to its classes, in torch."""
+
+    def __init__(self) -> None:
+        self._modes: dict[int, bool] = {}
+
+    def create_adam(self, number: int, lr: float, *others: Any) -> None:
+        *_, self._modes[number], _ = others
+
+    def destroy_adam(self, number: int) -> None:
+        del self._modes[number]
+
+    def adam_update(self, number: int, *arguments: Any) -> None:
+        *values, weight, gradient, mean, square = arguments
+        self._update(weight, gradient, mean, square, *values, decoupled=self._modes[number])
+
+    def multi_tensor_adam(
+        self, chunk: int, overflow: torch.Tensor, lists: list[list[torch.Tensor]], lr: float, beta1: float,
+        beta2: float, eps: float, step: int, mode: int, bias_correction: int, weight_decay: float,
+    ) -> None:  # fmt: skip
+        for gradient, weight, mean, square in zip(*lists, strict=True):
+            values = (step, lr, beta1, beta2, eps, weight_decay, bias_correction)
+            self._update(weight, gradient, mean, square, *values, decoupled=mode == 1)
+
+    def _update(
+        self, weight: torch.Tensor, gradient: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, step: int,
+        lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, bias_correction: bool,
+        *, decoupled: bool,
+    ) -> None:  # fmt: skip
+        if decoupled:
+            weight.mul_(1 - lr * weight_decay)
+        else:
+            gradient = gradient + weight_decay * weight
+        mean.mul_(beta1).add_(gradient, alpha=1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        first, second = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
+        weight.sub_(mean / (square.sqrt() / second**0.5 + eps), alpha=lr / first)
+
+
+def _kernels_of_adam() -> None:
+    """DeepSpeed's Adams build their kernels when they are first used, which takes a minute or two of compiling. The
+    classes, which say what state there is, are DeepSpeed's own in either case."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    if os.environ.get("NEREUS_BUILD_OPS", "0") != "1":
+        for name in ("cpu_adam", "fused_adam"):
+            OpBuilder._loaded_ops.setdefault(name, _Kernels())
+
+
 def build(stage: int, group: Group, *, seed: int = 0, groups: bool = False, frozen: str = "", **changes: Any) -> Any:
     """An engine on this rank's part of ``group``. ``groups``: norms in groups of their own."""
     import logging
@@ -182,6 +232,7 @@ def build(stage: int, group: Group, *, seed: int = 0, groups: bool = False, froz
     if changes.get("fp16"):  # torch computes in fp16 on a CPU, slowly; DeepSpeed asks for special instructions
         accelerator = deepspeed.accelerator.get_accelerator()
         type(accelerator).is_fp16_supported = lambda self: True
+    _kernels_of_adam()
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed("gloo", verbose=False)
     ds_groups.mpu = group
@@ -285,8 +336,9 @@ def set_by_deepspeed(engine: Any, whole: dict[tuple[str, str], torch.Tensor], st
         optimizer._partition_all_parameters()
         if optimizer.persistent_parameters:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+    step = state["groups"][0]["step"]
     for values in optimizer.optimizer.state.values():
-        values["step"].fill_(state["groups"][0]["step"])
+        values["step"] = torch.full_like(values["step"], step) if torch.is_tensor(values["step"]) else step
     engine.lr_scheduler.load_state_dict(state["scheduler"]["state"])
     engine.lr_scheduler._last_lr = [group["lr"] for group in state["groups"]]
     for group, old in zip(optimizer.optimizer.param_groups, state["groups"], strict=True):

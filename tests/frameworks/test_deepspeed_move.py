@@ -62,6 +62,12 @@ def _close(moved: list[Any], unmoved: list[Any]) -> None:
         assert norm_a == pytest.approx(norm_b, rel=2e-2)
 
 
+def _in_force(state: dict[str, Any]) -> dict[str, Any]:
+    """Without options that are off: one class of optimizer lists them, another does not know them."""
+    groups = [{key: value for key, value in group.items() if value is not False} for group in state["groups"]]
+    return {**state, "groups": groups}
+
+
 def _chain(rank: int, world: int, first: At, *others: At) -> list[Any]:
     from nereus.runtime.adapters.deepspeed import DeepSpeedAdapter
 
@@ -88,7 +94,7 @@ def _chain(rank: int, world: int, first: At, *others: At) -> list[Any]:
         target.set_version(version)
         if new_group.inside:
             assert [(c.name, c.check()) for c in target.checklist() if c.check() is not None] == []
-            assert target.job_state() == state and target.version() == number + 3
+            assert _in_force(target.job_state()) == _in_force(state) and target.version() == number + 3
         now = loss(moved)
         assert not new_group.inside or now == before
         if oracle is not None and at.accessors:

@@ -149,11 +149,11 @@ def _make_state(inner: Any, master: Master) -> None:
     if kind in ("Adam", "AdamW"):
         on_device = group.get("capturable") or group.get("fused")
         state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device if on_device else "cpu")
-    elif kind == "DeepSpeedCPUAdam":
-        state["step"] = 0
-    else:
-        for each in inner.param_groups:  # FusedAdam counts per group
+    elif deepspeed_job.counts_per_group(inner):
+        for each in inner.param_groups:
             each.setdefault("step", 0)
+    else:
+        state["step"] = 0
     dtype = torch.float32 if getattr(inner, "fp32_optimizer_states", False) else tensor.dtype
     state["exp_avg"] = torch.zeros_like(tensor.detach(), dtype=dtype)
     state["exp_avg_sq"] = torch.zeros_like(tensor.detach(), dtype=dtype)

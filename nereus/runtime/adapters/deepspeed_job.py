@@ -14,25 +14,33 @@ from nereus.runtime.adapters.deepspeed_layout import EngineLayout
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 #: What moves of a loss scaler; whether it is dynamic is a matter of configuration and must agree.
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+#: DeepSpeed's classes that update all tensors of a group in one call.
+FUSED = ("FusedAdam", "FusedLion")
 #: Keys of a parameter group that are not hyper-parameters.
 _NOT_MOVED = ("params", "step", "foreach", "fused", "capturable", "differentiable", "_ds_source_param_group_id")
+
+
+def counts_per_group(inner: Any) -> bool:
+    """Whether an optimizer counts its updates in the parameter groups: Apex's FusedAdam does. DeepSpeed's of the same
+    name counts in the states, and the group's number stays what they began with."""
+    return type(inner).__name__ == "FusedAdam" and type(inner).__module__.partition(".")[0] == "apex"
 
 
 def step_of(layout: EngineLayout, group: int) -> int:
     """Updates that a group has seen. Some optimizers count per parameter, some per group, and DeepSpeed cuts a group
     into parts: all counts must agree. BindError where they do not."""
-    found: set[int] = set()
-    for master in layout.masters:
-        if master.group == group:
-            found.add(int(layout.inner.state.get(master.tensor, {}).get("step", 0)))
-    per_group = layout.inner.param_groups[group].get("step")
-    if per_group is not None:
-        counted = {int(s) for s in (per_group if isinstance(per_group, list | tuple) else [per_group])}
-        # Where the group counts (fused Adam), its parts may not.
-        found = counted | (found - {0})
+    states = [layout.inner.state.get(m.tensor, {}) for m in layout.masters if m.group == group]
+    if any("step" in state for state in states):
+        found = {int(state.get("step", 0)) for state in states}
+    else:
+        per_group = layout.inner.param_groups[group].get("step", 0)
+        found = {int(s) for s in (per_group if isinstance(per_group, list | tuple) else [per_group])}
+    if type(layout.inner).__name__ in FUSED and layout.kind in ("plain", "unfused"):
+        # Of several tensors that these update at once, only the last one's state counts.
+        found = {max(found)}
     if len(found) > 1:
         raise BindError(f"parts of parameter group {group} count different steps: {sorted(found)}")
-    return found.pop() if found else 0
+    return found.pop()
 
 
 def set_step(layout: EngineLayout, group: int, step: int) -> None:
@@ -108,6 +116,8 @@ def write(engine: Any, layout: EngineLayout, state: Mapping[str, Any]) -> None:
         for key, value in group.items():
             if key in ("parameters", "step"):
                 continue
+            if key not in target and value in (False, None):
+                continue  # an option that one class knows and both leave off
             if key not in target:
                 raise BindError(f"the new optimizer's groups have no '{key}'; use the same optimizer class")
             if isinstance(target[key], torch.Tensor):
