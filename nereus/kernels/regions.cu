@@ -30,6 +30,20 @@
 #define UNROLL _Pragma("unroll")
 #endif
 
+/* The same pointer, known to the compiler to be one to device memory: from an address it could be any, and then both
+   makers' compilers load and store by slower instructions. */
+template <class Byte> CELL Byte *global(i64 address) {
+#ifdef NEREUS_HOST
+    return (Byte *)address;
+#elif defined(__clang__)
+    return (Byte *)(__attribute__((address_space(1))) Byte *)address;
+#else
+    Byte *pointer = (Byte *)address;
+    __builtin_assume(__isGlobal(pointer));
+    return pointer;
+#endif
+}
+
 template <int BYTES> struct alignas(BYTES) Unit { u32 words[BYTES / 4]; };
 template <> struct alignas(2) Unit<2> { u16 words[1]; };
 template <> struct Unit<1> { u8 words[1]; };
@@ -41,7 +55,7 @@ struct Tile {
     i64 src_stride, dst_stride;
     u32 rows, cols;
     u64 seed, row_step;
-    bool sums;
+    bool writes, sums;
 };
 
 /* number * magic >> 32 is number / by, for both up to 2^15. */
@@ -82,7 +96,7 @@ template <int BYTES, int WIDTH> CELL u64 move(const Tile &tile, u32 lane, u32 la
         UNROLL
         for (u32 k = 0; k < BATCH; k++) {
             if (first + k * lanes >= num) continue;
-            if (tile.dst) *(Unit<BYTES> *)(tile.dst + rows[k] * tile.dst_stride + cols[k] * BYTES) = units[k];
+            if (tile.writes) *(Unit<BYTES> *)(tile.dst + rows[k] * tile.dst_stride + cols[k] * BYTES) = units[k];
             if (tile.sums)
                 total += sum_of<BYTES, WIDTH>(units[k], tile.seed + rows[k] * tile.row_step + cols[k] * words * STEP);
         }
@@ -100,7 +114,7 @@ template <int WIDTH> CELL u64 move_bits(Tile tile, u32 lane, u32 lanes) {
         tile.cols = whole / WIDTH;
         total = move<16, WIDTH>(tile, lane, lanes);
         tile.src += whole;
-        if (tile.dst) tile.dst += whole;
+        tile.dst += whole;
         tile.seed += whole / (WIDTH < 4 ? WIDTH : 4) * STEP;
         tile.cols = end;
         return end ? total + move<WIDTH, WIDTH>(tile, lane, lanes) : total;
@@ -167,10 +181,11 @@ CELL u64 run_tile(const i64 *region, i64 number, const i64 *bases, u32 lane, u32
     tile.cols = (u32)(cols < region[TILE_COLS] ? cols : region[TILE_COLS]);
     tile.src_stride = region[SRC_STRIDE] * in;
     tile.dst_stride = region[DST_STRIDE] * out;
-    tile.src = (const u8 *)bases[region[SRC]] + (region[SRC_OFFSET] + col) * in + row * tile.src_stride;
-    tile.dst = 0;
-    if (region[DST] >= 0)
-        tile.dst = (u8 *)bases[region[DST]] + (region[DST_OFFSET] + col) * out + row * tile.dst_stride;
+    tile.src = global<const u8>(bases[region[SRC]]) + (region[SRC_OFFSET] + col) * in + row * tile.src_stride;
+    tile.writes = region[DST] >= 0;
+    if (!tile.writes) tile.dst_stride = tile.src_stride; /* an address that it could write to, but does not */
+    tile.dst = global<u8>(bases[region[tile.writes ? DST : SRC]]) + row * tile.dst_stride;
+    tile.dst += (region[tile.writes ? DST_OFFSET : SRC_OFFSET] + col) * out;
     tile.row_step = (u64)(region[GLOBAL_STRIDE] * scale) * STEP;
     tile.seed = (u64)region[KEY] + (u64)((region[GLOBAL_START] + col) * scale) * STEP + (u64)row * tile.row_step;
     tile.sums = region[SLOT] >= 0;
