@@ -67,6 +67,23 @@ class _Join(torch.autograd.Function):
         return None, gradient.narrow(-1, ctx.rank * ctx.width, ctx.width)
 
 
+class _Product(torch.autograd.Function):
+    """``data`` [..., n] by ``weight`` [m, n]: [..., m]. Always of whole blocks of memory: how a library adds up the
+    terms of a product may depend on its operands' strides, and those on how many parts lie side by side."""
+
+    @staticmethod
+    def forward(ctx: Any, data: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        data, weight = data.contiguous(), weight.contiguous()
+        ctx.save_for_backward(data, weight)
+        return (data.flatten(0, -2) @ weight.t()).view(*data.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        data, weight = ctx.saved_tensors
+        flat = gradient.contiguous().flatten(0, -2)
+        return (flat @ weight).view_as(data), flat.t() @ data.flatten(0, -2)
+
+
 def _added(parts: Sequence[torch.Tensor], group: Group) -> torch.Tensor:
     """All ranks' parts, added up in their order."""
     every = torch.cat(group.all_gather(torch.stack(list(parts))))
@@ -84,15 +101,15 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, cols))
 
     def forward(self, data: torch.Tensor) -> torch.Tensor:
-        return F.linear(data, self.weight)
+        return _Product.apply(data, self.weight)
 
     def by_rows(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Each part's input times its rows."""
-        return [F.linear(data, w) for data, w in zip(parts, self.weight.chunk(len(parts)), strict=True)]
+        return [_Product.apply(data, w) for data, w in zip(parts, self.weight.chunk(len(parts)), strict=True)]
 
     def by_columns(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Each part's input times its columns: what they add up to is the product."""
-        return [F.linear(data, w) for data, w in zip(parts, self.weight.chunk(len(parts), dim=1), strict=True)]
+        return [_Product.apply(data, w) for data, w in zip(parts, self.weight.chunk(len(parts), dim=1), strict=True)]
 
 
 class Norm(nn.Module):
@@ -105,18 +122,20 @@ class Norm(nn.Module):
 
 
 class Cache:
-    """Keys and values of the tokens so far: [batch, local kv heads, up to ``length``, head_dim] for each layer."""
+    """Keys and values of the tokens so far, [batch, 1, up to ``length``, head_dim] for each layer and part."""
 
     def __init__(self, arch: Arch, batch: int, length: int, tp: int) -> None:
-        shape = (arch.num_layers, batch, arch.num_kv_heads // tp, length, arch.head_dim)
+        shape = (arch.num_layers, arch.num_kv_heads // tp, batch, 1, length, arch.head_dim)
         self.keys, self.values = torch.empty(shape), torch.empty(shape)
         self.filled = 0
 
-    def extend(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def extend(
+        self, layer: int, part: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         stop = self.filled + keys.shape[2]
-        self.keys[layer, :, :, self.filled : stop] = keys
-        self.values[layer, :, :, self.filled : stop] = values
-        return self.keys[layer, :, :, :stop], self.values[layer, :, :, :stop]
+        self.keys[layer, part, :, :, self.filled : stop] = keys
+        self.values[layer, part, :, :, self.filled : stop] = values
+        return self.keys[layer, part, :, :, :stop], self.values[layer, part, :, :, :stop]
 
 
 class Attention(nn.Module):
@@ -135,21 +154,21 @@ class Attention(nn.Module):
 
     def forward(self, hidden: torch.Tensor, layer: int, first: int, cache: Cache | None) -> torch.Tensor:
         batch, length, _ = hidden.shape
+
+        def heads(data: torch.Tensor) -> torch.Tensor:
+            return data.view(batch, length, -1, self.head_dim).transpose(1, 2)
+
         parts = _Spread.apply(hidden, self.tp, self.num_parts)
-
-        def heads(linear: Linear, count: int) -> torch.Tensor:
-            data = torch.cat(linear.by_rows(parts), dim=-1)
-            return data.view(batch, length, self.num_parts * count, self.head_dim).transpose(1, 2)
-
-        queries = _turned(heads(self.q_proj, self.num_shared), first)
-        keys, values = _turned(heads(self.k_proj, 1), first), heads(self.v_proj, 1)
-        if cache is not None:
-            keys, values = cache.extend(layer, keys, values)
-        if self.num_shared > 1:
-            keys, values = keys.repeat_interleave(self.num_shared, 1), values.repeat_interleave(self.num_shared, 1)
-        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=length > 1)
-        mixed = mixed.transpose(1, 2).reshape(batch, length, -1)
-        return _Sum.apply(self.tp, *self.o_proj.by_columns(mixed.chunk(self.num_parts, dim=-1)))
+        mixed = []
+        projected = zip(self.q_proj.by_rows(parts), self.k_proj.by_rows(parts), self.v_proj.by_rows(parts), strict=True)
+        for part, (query, key, value) in enumerate(projected):
+            queries, keys, values = _turned(heads(query), first), _turned(heads(key), first), heads(value)
+            if cache is not None:
+                keys, values = cache.extend(layer, part, keys, values)
+            keys, values = keys.expand(-1, self.num_shared, -1, -1), values.expand(-1, self.num_shared, -1, -1)
+            found = F.scaled_dot_product_attention(queries, keys, values, is_causal=length > 1)
+            mixed.append(found.transpose(1, 2).reshape(batch, length, -1))
+        return _Sum.apply(self.tp, *self.o_proj.by_columns(mixed))
 
 
 class Mlp(nn.Module):
