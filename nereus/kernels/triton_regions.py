@@ -74,18 +74,26 @@ def _weight(x):
 
 
 @triton.jit
+def _places(first, magic, cols, BLOCK: tl.constexpr):
+    """The lanes' numbers in the rectangle, rows and columns, uint32: a division without dividing, exact up to 2^15."""
+    number = (first + tl.arange(0, BLOCK)).to(tl.uint32)
+    row = tl.where(cols == 1, number, tl.umulhi(number, magic))
+    return number, row, number - row * cols
+
+
+@triton.jit
 def _words(rectangle, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Words of 4 bytes, ``cols`` a row, each PARTS elements."""
     src, dst, src_stride, dst_stride, rows, cols, seed, row_step, writes, sums = rectangle
     total = tl.zeros((BLOCK,), dtype=tl.uint64)
-    magic = ((1 << 32) + cols - 1) // cols  # number * magic >> 32 is number / cols, for both up to 2^15
+    magic = (((1 << 32) + cols - 1) // cols).to(tl.uint32)
     source, target = src.to(tl.pointer_type(tl.uint32)), dst.to(tl.pointer_type(tl.uint32))
-    num = rows * cols
+    cols = cols.to(tl.uint32)
+    num = rows.to(tl.uint32) * cols
     num_out = tl.where(writes, num, 0)
-    for first in range(0, num, BLOCK):
-        number = first + tl.arange(0, BLOCK).to(tl.int64)
-        row = (number * magic) >> 32
-        col = number - row * cols
+    for first in range(0, num.to(tl.int32), BLOCK):
+        number, row, col = _places(first, magic, cols, BLOCK)
+        row = row.to(tl.int64)
         value = tl.load(source + row * src_stride + col, mask=number < num, other=0)
         tl.store(target + row * dst_stride + col, value, mask=number < num_out)
         if sums:
@@ -118,14 +126,14 @@ def _elements(rectangle, kind_in, kind_out, BLOCK: tl.constexpr):
     """Elements of at most 4 bytes, one a lane; of any kinds, so that this loop is compiled once."""
     src, dst, src_stride, dst_stride, rows, cols, seed, row_step, writes, sums = rectangle
     total = tl.zeros((BLOCK,), dtype=tl.uint64)
-    magic = ((1 << 32) + cols - 1) // cols
+    magic = (((1 << 32) + cols - 1) // cols).to(tl.uint32)
     width_in, width_out = _width(kind_in), _width(kind_out)
-    num = rows * cols
+    cols = cols.to(tl.uint32)
+    num = rows.to(tl.uint32) * cols
     num_out = tl.where(writes, num, 0)
-    for first in range(0, num, BLOCK):
-        number = first + tl.arange(0, BLOCK).to(tl.int64)
-        row = (number * magic) >> 32
-        col = number - row * cols
+    for first in range(0, num.to(tl.int32), BLOCK):
+        number, row, col = _places(first, magic, cols, BLOCK)
+        row = row.to(tl.int64)
         at = row * src_stride + col
         one = tl.load(src.to(tl.pointer_type(tl.uint8)) + at, mask=number < tl.where(width_in == 1, num, 0), other=0)
         two = tl.load(src.to(tl.pointer_type(tl.uint16)) + at, mask=number < tl.where(width_in == 2, num, 0), other=0)
