@@ -30,7 +30,8 @@ NUM_GIVEN, NUM_COLUMNS = 14, 16
 
 #: Types: bits of 1, 2, 4 and 8 bytes, which every dtype can travel as, and numbers that can be converted.
 BITS8, BITS16, BITS32, BITS64, F16, BF16, F32 = range(7)
-WIDTHS: IntArray = np.array([1, 2, 4, 8, 2, 2, 4], dtype=np.int64)
+_WIDTHS = (1, 2, 4, 8, 2, 2, 4)
+WIDTHS: IntArray = np.array(_WIDTHS, dtype=np.int64)
 TYPES = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32)
 NUMBERS = {torch.float16: F16, torch.bfloat16: BF16, torch.float32: F32}
 BITS_OF_WIDTH = {1: BITS8, 2: BITS16, 4: BITS32, 8: BITS64}
@@ -43,6 +44,8 @@ MAX_TILE_BYTES = 32 << 10
 #: Least values of the columns before FROM; those up to _NEAR are multiplied without a thought.
 _LEAST: IntArray = np.array([0, 0, 0, -1, 0, 0, 0, 0], dtype=np.int64)
 _NEAR, _TOO_FAR = 1 << 30, float(1 << 58)
+#: Tables of so many regions are looked through one by one.
+_FEW = 8
 
 
 class TableError(ValueError):
@@ -229,6 +232,9 @@ def _cut(table: IntArray, tile_bytes: int) -> IntArray:
 
 
 def _extents(table: IntArray) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of each base: bytes that regions reach, and the widest element there."""
+    if len(table) <= _FEW:
+        return _extents_of_few(table.tolist())
     num = int(max(table[:, SRC].max(initial=-1), table[:, DST].max(initial=-1))) + 1
     needed, alignments = np.zeros(num, dtype=np.int64), np.ones(num, dtype=np.int64)
     rows = table[:, NUM_ROWS] - 1
@@ -242,3 +248,18 @@ def _extents(table: IntArray) -> tuple[tuple[int, ...], tuple[int, ...]]:
         np.maximum.at(needed, number, end)
         np.maximum.at(alignments, number, width)
     return tuple(needed.tolist()), tuple(alignments.tolist())
+
+
+def _extents_of_few(table: list[list[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The same without arrays: most messages are a region or two, and an array costs more to make than to fill."""
+    num = max((max(region[SRC], region[DST]) for region in table), default=-1) + 1
+    needed, alignments = [0] * num, [1] * num
+    for region in table:
+        for side, kind in ((SRC, FROM), (DST, TO)):
+            base, offset, stride = region[side : side + 3]
+            if base >= 0:
+                width = _WIDTHS[region[kind]]
+                end = offset + (region[NUM_ROWS] - 1) * stride + region[NUM_COLS]
+                needed[base] = max(needed[base], end * width)
+                alignments[base] = max(alignments[base], width)
+    return tuple(needed), tuple(alignments)

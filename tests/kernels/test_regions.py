@@ -220,3 +220,18 @@ def test_tiles_cover_every_element_once() -> None:
         assert num_cols <= tile_cols or tile_rows == 1
 
     check()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tables())
+def test_what_regions_reach_is_the_same_one_by_one_and_all_at_once(
+    monkeypatch: pytest.MonkeyPatch, made: tuple[r.Plan, Any, int]
+) -> None:
+    table = made[0].table[:, : r.NUM_GIVEN]
+    found = []
+    for few in (0, 1000):
+        monkeypatch.setattr(r, "_FEW", few)
+        what = r.plan(table)
+        found.append((what.needed_bytes, what.alignments))
+    assert found[0] == found[1]
+    assert len(found[0][0]) == (int(table[:, [r.SRC, r.DST]].max()) + 1 if len(table) else 0)
