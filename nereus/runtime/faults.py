@@ -16,6 +16,10 @@ WRONG_ELEMENTS = "NRS6007"
 TOO_LARGE = "NRS6008"
 CANNOT_START = "NRS6009"
 WRONG_STATE = "NRS6010"
+STORE_LOST = "NRS6011"
+VETOED = "NRS6012"
+EXPELLED = "NRS6013"
+WRONG_AFTER = "NRS6014"
 PROGRAM_FAULT = "NRS9601"
 
 _HELP = {
@@ -25,6 +29,10 @@ _HELP = {
     DEADLINE: "look at the process named above; a machine that swaps or a stopped process is the usual cause",
     PROCESS_ENDED: "if the kernel's out-of-memory killer ended it, use a smaller --scale or fewer --procs",
     TOO_LARGE: "use --scale auto, or a smaller width",
+    STORE_LOST: "the job cannot agree on anything without it: start it again from the last checkpoint",
+    VETOED: "try again at a later boundary",
+    EXPELLED: "the job goes on without this process; end it, or let it join as a new one",
+    WRONG_AFTER: "the old plan goes on; the new objects are not what the plan says, or compute something else",
     CANNOT_START: "nereusc doctor says what works on this machine",
 }
 

@@ -149,10 +149,11 @@ class Groups:
     """
 
     def __init__(
-        self, store: Any, epoch: int, me: int, *, deadline_s: float = 60.0, address: str = "127.0.0.1"
+        self, store: Any, epoch: int | str, me: int, *, deadline_s: float = 60.0, address: str = "127.0.0.1"
     ) -> None:
         self.epoch, self.me, self.deadline_s = epoch, me, deadline_s
-        self._store = dist.PrefixStore(f"nereus/groups/{epoch}", store)
+        self._base = store
+        self._store = _of_epoch(store, epoch)
         # Its own connection: an abort must not queue behind a wait of the thread that it is to end.
         self._words = self._store.clone() if hasattr(self._store, "clone") else self._store
         self._device: Any = dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)
@@ -234,9 +235,32 @@ class Groups:
             self._ended = Fault(PARTICIPANT_FAILED, f"communication was given up: {reason}", where=self.where)
             groups, told = list(self._groups.values()), self._ended
         with suppress(RuntimeError):  # the store may have gone with the process that kept it
-            self._words.compare_set(_FAULT, "", told.encode())
+            _tell(self._words, told)
         for group in groups:
             group._shut()
+
+    def renew(self, epoch: int | str) -> None:
+        """The same communicators over new connections, under a name that was not used before: after a failure nobody
+        knows which collective of the old ones stands where, and two that do not match end a process. All members call
+        it. Raises Fault; then they stay aborted."""
+        self.abort("the connections are made anew")
+        with self._lock:
+            groups = list(self._groups.values())
+        for group in groups:
+            group._drop()
+        self.epoch = epoch
+        self._store = _of_epoch(self._base, epoch)
+        self._words = self._store.clone() if hasattr(self._store, "clone") else self._store
+        with self._lock:
+            ended, self._ended = self._ended, None
+        try:
+            for group in groups:
+                if group.size > 1:
+                    group._raw, group._sockets = self._connected(group.name, group.members)
+        except Fault:
+            with self._lock:
+                self._ended = ended
+            raise
 
     def check(self, group: Group) -> None:
         """Raises Fault once this epoch is closed or aborted here."""
@@ -309,6 +333,20 @@ class Groups:
 
     def _said_by_another(self) -> Fault | None:
         return Fault.decode(self._words.get(_FAULT).decode()) if self._words.check([_FAULT]) else None
+
+
+def give_up(store: Any, epoch: int | str, fault: Fault) -> None:
+    """Tell whoever makes communicators of ``epoch`` that this process never will. RuntimeError where the store is
+    gone."""
+    _tell(_of_epoch(store, epoch), fault)
+
+
+def _of_epoch(store: Any, epoch: int | str) -> Any:
+    return dist.PrefixStore(f"nereus/groups/{epoch}", store)
+
+
+def _tell(store: Any, fault: Fault) -> None:
+    store.compare_set(_FAULT, "", fault.encode())
 
 
 def _sockets() -> dict[int, str]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import itertools
 import socket
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ from nereus.runtime.transports.inprocess import InProcess
 __all__ = ["ALL", "MoveError", "move", "move_here"]
 
 dist: Any = torch.distributed
+
+_POLL_S, _LONGEST_POLL_S = 0.0005, 0.02
 
 #: What a process holds or wants, or how to bind it.
 Side = Binding | Callable[[], Binding | None] | None
@@ -112,10 +114,11 @@ def move_among(
     model: str = "model",
     deadline_s: float = 60.0,
     gpu: str = DEFAULT_GPU,
+    stop: Callable[[], Exception | None] = lambda: None,
 ) -> ExecutionReport:
     """The same among ``size`` processes that share ``store`` and no group. ``name``: of this move, unique in the
-    store."""
-    said = _Exchange(dist.PrefixStore(name, store), rank, size, deadline_s)
+    store. ``stop``: asked while this process waits for others' words; what it returns is raised."""
+    said = _Exchange(dist.PrefixStore(name, store), rank, size, deadline_s, stop)
     broken: Exception | None = None
     before: Binding | None = None
     after: Binding | None = None
@@ -190,9 +193,11 @@ def _raise_faults(faults: Sequence[str], own: Exception | None) -> None:
 class _Exchange:
     """Objects over a group's store. Every wait ends with MoveError at the deadline."""
 
-    def __init__(self, store: Any, rank: int, size: int, deadline_s: float) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, deadline_s: float, stop: Callable[[], Exception | None]
+    ) -> None:
         self._store, self._rank, self._size = store, rank, size
-        self._wait = timedelta(seconds=deadline_s)
+        self._deadline_s, self._stop = deadline_s, stop
 
     def gather(self, key: str, value: object) -> list[Any]:
         """Every process's value, by rank."""
@@ -209,12 +214,22 @@ class _Exchange:
         self._store.set(key, encode(value))
 
     def _get(self, key: str, of: int) -> Any:
-        try:
-            self._store.wait([key], self._wait)
-        except Exception as error:
-            text = f"process {of} said nothing within {self._wait.total_seconds():g} s: {first_line(error)}"
-            raise MoveError(text) from None
+        end, pause = time.monotonic() + self._deadline_s, _POLL_S
+        while not self._there(key, of):
+            if (error := self._stop()) is not None:
+                raise error
+            if time.monotonic() > end:
+                raise MoveError(f"process {of} said nothing within {self._deadline_s:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL_S)
         return decode(self._store.get(key))
+
+    def _there(self, key: str, of: int) -> bool:
+        try:
+            return bool(self._store.check([key]))
+        except RuntimeError as error:
+            text = f"the store does not answer while process {of} is waited for: {first_line(error)}"
+        raise MoveError(text)
 
 
 def move_here(

@@ -41,7 +41,7 @@ def main(folder: str, num_processes: int) -> None:
         if pid == 0:
             code = 1
             try:
-                _die_with(supervisor)
+                die_with(supervisor)
                 code = _work(folder, process)
             finally:
                 os._exit(code)
@@ -114,7 +114,7 @@ def _kill(children: dict[int, int]) -> None:
         os.waitpid(pid, 0)
 
 
-def _die_with(supervisor: int) -> None:
+def die_with(supervisor: int) -> None:
     """End this process when the supervisor ends, however that happens (Linux; elsewhere the deadlines end it)."""
     try:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

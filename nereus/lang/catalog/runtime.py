@@ -120,6 +120,55 @@ ENTRIES: tuple[CodeEntry, ...] = (
         fix="Compile from the plan that really runs.",
     ),
     CodeEntry(
+        code="NRS6011",
+        title="the job's store does not answer",
+        cause=(
+            "Processes of a living job agree through a store (torch's TCPStore, a file, what the framework brings). "
+            "It is gone, or the process that keeps it is. Each process still has the state of its last plan."
+        ),
+        example=_PAIR,
+        command="run",
+        shown=False,
+        fix="Keep the store in a process that outlives the job's own, and start again from the last checkpoint.",
+    ),
+    CodeEntry(
+        code="NRS6012",
+        title="a change was vetoed",
+        cause=(
+            "A hook that brings the job to rest before a change (a checkpoint being written, a validation under way) "
+            "said that it cannot be now. The old plan goes on."
+        ),
+        example=_PAIR,
+        command="run",
+        shown=False,
+        fix="Ask again at a later boundary.",
+    ),
+    CodeEntry(
+        code="NRS6013",
+        title="the job went on without this process",
+        cause=(
+            "The process was silent for longer than the deadline (stopped, swapped out, cut off), and the others "
+            "agreed on a plan without it. What it holds is of an older plan; it must not serve, send or save any of it."
+        ),
+        example=_PAIR,
+        command="run",
+        shown=False,
+        fix="End the process; a new one may join. Raise deadline_s where steps are longer than that.",
+    ),
+    CodeEntry(
+        code="NRS6014",
+        title="the new objects are not what they should be",
+        cause=(
+            "After the state had arrived, a line of the rebuild checklist did not hold, or the probe (figures that "
+            "must be the same before and after, such as log-probabilities of a fixed batch) gave something else. The change "
+            "was aborted, and the old plan goes on."
+        ),
+        example=_PAIR,
+        command="run",
+        shown=False,
+        fix="Look at the builder of the stage that is named: another seed, a missing setting, a wrong layout.",
+    ),
+    CodeEntry(
         code="NRS9601",
         title="a program is not well formed",
         cause=(

@@ -1,0 +1,134 @@
+"""Who takes part: processes by number, the change that they are told to make, and what a builder is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nereus.ir.cluster import Device
+from nereus.ir.plan import Plan, Stage
+from nereus.runtime.adapters.base import Adapter
+from nereus.runtime.faults import PROCESS_ENDED, Fault
+from nereus.runtime.groups import Place
+from nereus.runtime.session.record import Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A process of the job. ``number`` is never used again."""
+
+    number: int
+    device: Device
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """From the plan of epoch ``base`` to ``plan``, which epoch ``epoch`` serves if it commits.
+
+    ``members``: who takes part, those of the old plan that live and those of the new one, by number. ``version``: of
+    the state that counts (boundaries passed); what a process holds of another one is not asked for.
+    """
+
+    epoch: int
+    base: int
+    plan: Plan  # placed
+    members: tuple[Member, ...]
+    version: int
+    why: str = ""
+
+    def numbers(self) -> tuple[int, ...]:
+        return tuple(m.number for m in self.members)
+
+    def process_of(self) -> dict[Device, int]:
+        """Which process serves each device of the new plan."""
+        return {m.device: m.number for m in self.members}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """What a builder is told: this process's part of one stage of a placed plan.
+
+    ``job_state``: that of the stage's state before the change (``Adapter.job_state``), None at the start; a new
+    optimizer takes its slots from it. ``loop``: the training loop's own state at the boundary.
+    """
+
+    plan: Plan
+    stage: Stage
+    place: Place
+    job_state: Mapping[str, object] | None
+    loop: Mapping[str, Any]
+
+
+#: Builds (all processes of the stage at once) the framework's objects for a layout, and gives their adapter.
+Builder = Callable[[View], Adapter]
+#: (the stage's adapter, its view) -> figures that must be the same before and after, e.g. log-probabilities of a fixed
+#: batch. Collective in the stage.
+Probe = Callable[[Any, View], Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundStage:
+    """``tolerance``: largest relative difference of the probe's figures, for another order of sums."""
+
+    build: Builder
+    probe: Probe | None = None
+    tolerance: float = 1e-3
+
+
+def device_of(name: str | Device) -> Device:
+    """``n0.gpu3``. Raises ValueError."""
+    if isinstance(name, Device):
+        return name
+    node, _, index = name.rpartition(".gpu")
+    if not node or not index.isdigit():
+        raise ValueError(f"{name!r} is no device: write NODE.gpuNUMBER, as a plan does")
+    return Device(node, int(index))
+
+
+def joined(record: Record, known: dict[int, Member]) -> dict[int, Member]:
+    """All members that ever announced themselves, by number. ``known`` is brought up to date."""
+    number = 1
+    while number in known or (found := record.get(f"member/{number}")) is not None:
+        if number not in known:
+            known[number] = found
+        number += 1
+    return known
+
+
+class Losses:
+    """Processes of which the provider (or a vote of the survivors) said that they are gone."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._seen = 0
+        self.pids: set[tuple[str, int]] = set()
+        self.numbers: set[int] = set()
+
+    def look(self) -> None:
+        while (said := self._record.decided(f"lost/{self._seen + 1}")) is not None:
+            self._seen += 1
+            if isinstance(said, int):
+                self.numbers.add(said)
+            else:
+                self.pids.add(said)
+
+    def has(self, member: Member) -> bool:
+        return member.number in self.numbers or (member.host, member.pid) in self.pids
+
+    def among(self, members: Sequence[Member]) -> Fault | None:
+        """A fault that names the first of ``members`` that is gone."""
+        self.look()
+        for member in members:
+            if self.has(member):
+                return Fault(PROCESS_ENDED, f"process {member.number} on {member.device} has ended", where="job")
+        return None
+
+
+def report_loss(record: Record, who: int | tuple[str, int]) -> None:
+    """``who``: a member's number, or host and pid."""
+    number = 1
+    while record.first(f"lost/{number}", who) != who:
+        number += 1

@@ -1,0 +1,116 @@
+"""What the processes of a job agree on: write-once entries in a store that outlives each of them.
+
+Everything is decided by the first write of an entry; who comes later reads it. So any process may propose at its
+deadline, two proposals cannot both stand, and one that was stopped and wakes finds what was decided without it. The
+store is torch's (``TCPStore`` in a process of its own, a ``FileStore``, or what the framework brings); whoever keeps
+it must not be one of the processes that may be lost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed
+
+from nereus.runtime.codec import CodecError, decode, encode
+from nereus.runtime.faults import DEADLINE, PARTICIPANT_FAILED, STORE_LOST, Fault, first_line
+
+#: Untyped in part.
+dist: Any = torch.distributed
+
+_POLL_S, _LONGEST_POLL_S = 0.0005, 0.02
+
+
+class Record:
+    """Entries under ``name`` of ``store``, as process ``me`` sees them. Raises Fault where the store is gone."""
+
+    def __init__(self, store: Any, name: str, me: int) -> None:
+        self.me = me
+        self.store = dist.PrefixStore(name, store)
+
+    @property
+    def where(self) -> str:
+        return f"process {self.me}"
+
+    def put(self, key: str, value: object) -> None:
+        self._ask(lambda: self.store.set(key, encode(value)))
+
+    def get(self, key: str) -> Any:
+        """The value, or None where there is none yet."""
+        if not self._ask(lambda: self.store.check([key])):
+            return None
+        return self._decoded(key, self._ask(lambda: self.store.get(key)))
+
+    def first(self, key: str, value: object) -> Any:
+        """What the first process to write ``key`` wrote: ``value`` if that is this one."""
+        # The store compares and sets texts; latin-1 keeps every byte.
+        found = self._ask(lambda: self.store.compare_set(key, "", encode(value).hex()))
+        return self._decoded(key, bytes.fromhex(bytes(found).decode()))
+
+    def decided(self, key: str) -> Any:
+        """What ``first`` wrote, or None where nobody has yet."""
+        if not self._ask(lambda: self.store.check([key])):
+            return None
+        found = bytes(self._ask(lambda: self.store.get(key))).decode()
+        return self._decoded(key, bytes.fromhex(found)) if found else None
+
+    def count(self, key: str) -> int:
+        """1, 2, ... : a number that nobody else gets."""
+        return int(self._ask(lambda: self.store.add(key, 1)))
+
+    def wait(
+        self, key: str, deadline_s: float, *, of: str, decided: bool = False, stop: Callable[[], Fault | None]
+    ) -> Any:
+        """The value of ``key`` once it is there. ``of``: whom to name at the deadline; ``stop``: asked on the way, a
+        Fault that ends the wait."""
+        end = time.monotonic() + deadline_s
+        pause = _POLL_S
+        while (value := (self.decided if decided else self.get)(key)) is None:
+            if (fault := stop()) is not None:
+                raise fault
+            if time.monotonic() > end:
+                raise Fault(DEADLINE, f"no word from {of} within {deadline_s:g} s", where=self.where)
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_POLL_S)
+        return value
+
+    def gather(
+        self,
+        key: str,
+        value: object,
+        members: Sequence[int],
+        deadline_s: float,
+        *,
+        stop: Callable[[], Fault | None],
+    ) -> dict[int, Any]:
+        """Every member's value by its number; this process's is ``value``. Also a barrier."""
+        self.put(f"{key}/{self.me}", value)
+        end = time.monotonic() + deadline_s
+        return {
+            member: value
+            if member == self.me
+            else self.wait(
+                f"{key}/{member}", max(0.0, end - time.monotonic()), of=f"process {member} ({key})", stop=stop
+            )
+            for member in members
+        }
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        try:
+            return question()
+        except RuntimeError as error:
+            text = f"the job's store does not answer: {first_line(error)}"
+        raise Fault(STORE_LOST, text, where=self.where)
+
+    def _decoded(self, key: str, data: bytes) -> Any:
+        try:
+            return decode(bytes(data))
+        except CodecError as error:
+            raise Fault(PARTICIPANT_FAILED, f"entry {key} of the job's store: {error}", where=self.where) from None
+
+
+def never() -> None:
+    """For ``stop``: nothing ends the wait but its deadline."""
+    return None

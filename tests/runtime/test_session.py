@@ -1,0 +1,136 @@
+"""A living job in real processes: changes one after another, refusals, losses; what is trained afterwards is, bit for
+bit, what a run without any of it has."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runtime.session_job import ARCH
+from runtime.tiny import cluster, trainer
+
+from nereus.ir.plan import Plan
+from nereus.models.slots import default_slots
+from nereus.runtime.session.journal import read_journal
+from nereus.runtime.session.local import LocalProcesses
+
+pytestmark = pytest.mark.procs
+
+
+def plan(name: str, count: int, *, first: int = 0, **degrees: Any) -> Plan:
+    slots = default_slots(trains=True, precision="fp32", optimizer="adam")
+    found = trainer(cluster(4), count, arch=ARCH, slots=slots, **degrees)
+    (only,) = found.stages
+    return replace(found, path=name, stages=(replace(only, devices=found.cluster.devices[first : first + count]),))
+
+
+PLANS = (
+    plan("tp2", 2, tp=2),
+    plan("tp2 dp2", 4, tp=2),
+    plan("pp2", 2, pp=2),
+    plan("tp4", 4, tp=4),
+    plan("uneven", 3, pp=3, pp_split=(1, 1, 2)),
+    plan("one", 1),
+    plan("dp4", 4),
+    plan("without gpu3", 3),
+    plan("without gpu0", 3, first=1),
+)
+TP2, DP2, PP2, TP4, UNEVEN, ONE, DP4, WITHOUT_3, WITHOUT_0 = range(len(PLANS))
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[LocalProcesses]:
+    with LocalProcesses("runtime.session_job:main") as found:
+        yield found
+
+
+def run(
+    processes: LocalProcesses,
+    folder: Path,
+    *,
+    devices: int = 4,
+    first: int = 0,
+    expect: int,
+    wait_s: float = 90.0,
+    **args: Any,
+) -> list[Any]:
+    """What ``expect`` processes left, as JSON."""
+    changes = {step: number + 1 for step, number in args.pop("changes", {}).items()}
+    fallback = tuple(number + 1 for number in args.pop("fallback", ()))
+    words = {"plans": (PLANS[first], *PLANS), "changes": changes, "fallback": fallback, "folder": str(folder), **args}
+    words["name"] = folder.name
+    pids = [processes.spawn(f"n0.gpu{number}", name=folder.name, args=words) for number in range(devices)]
+    end = time.monotonic() + wait_s
+    while len(list(folder.glob("result-*.json"))) < expect and time.monotonic() < end:
+        if not set(pids) & set(processes.alive):
+            break
+        time.sleep(0.02)
+    for pid in pids:
+        processes.kill(pid)
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("result-*.json"))]
+
+
+def good(results: list[Any], name: str, count: int) -> None:
+    done = [r for r in results if "wrong" in r]
+    assert len(done) == count, results
+    for result in done:
+        assert result["wrong"] == [] and result["plan"] == name, result
+
+
+def test_changes_one_after_another(processes: LocalProcesses, tmp_path: Path) -> None:
+    """TP, DP, PP and uneven PP; processes come into the plan, leave it and come back."""
+    changes = {1: DP2, 3: PP2, 5: UNEVEN, 6: TP4, 8: ONE, 10: DP2}
+    results = run(processes, tmp_path, steps=13, changes=changes, expect=4)
+    good(results, "tp2 dp2", 4)
+    journals = [[e.event for e in read_journal(p)] for p in tmp_path.glob("journal-*")]
+    assert max(events.count("committed") for events in journals) == 7 and not any("aborted" in e for e in journals)
+
+
+@pytest.mark.parametrize("phase", ["offer", "probe", "prepare", "move", "finish", "vote"])
+def test_a_failure_before_the_decision_leaves_the_old_plan(
+    processes: LocalProcesses, tmp_path: Path, phase: str
+) -> None:
+    fault = {"device": "n0.gpu1", "phase": phase, "kind": "memory" if phase == "prepare" else "raise"}
+    results = run(processes, tmp_path, steps=4, changes={1: 1}, expect=2, fault=fault)
+    good(results, "tp2", 2)
+    assert all("aborted at 1" in r["log"][0] and "planted" in r["log"][0] for r in results), results
+
+
+@pytest.mark.parametrize("phase", ["move", "vote", "decide", "commit"])
+@pytest.mark.parametrize("who", ["n0.gpu0", "n0.gpu3"])
+def test_a_process_killed_in_a_change(processes: LocalProcesses, tmp_path: Path, phase: str, who: str) -> None:
+    """From replicas to replicas: the survivors go on with a plan of three, at one version, whoever it was (the one
+    that leads, too) and on whichever side of the decision."""
+    fault = {"device": who, "phase": phase, "kind": "kill"}
+    words: dict[str, Any] = {"first": DP2, "steps": 4, "changes": {1: DP4}, "fallback": (WITHOUT_3, WITHOUT_0)}
+    results = run(processes, tmp_path, expect=3, fault=fault, **words)
+    good(results, PLANS[WITHOUT_3 if who == "n0.gpu3" else WITHOUT_0].path, 3)
+
+
+def test_a_process_killed_in_a_step_is_replaced(processes: LocalProcesses, tmp_path: Path) -> None:
+    """The step is done again from the boundary before it, on the same plan."""
+    fault = {"device": "n0.gpu2", "step": 2, "kind": "kill", "once": True}
+    results = run(processes, tmp_path, first=DP2, steps=5, changes={}, expect=4, fault=fault, fallback=(DP2,))
+    good(results, "tp2 dp2", 4)
+    assert sum(any("recovered in epoch 2" in line for line in r["log"]) for r in results) == 3
+
+
+def test_what_only_the_lost_process_had_is_named(processes: LocalProcesses, tmp_path: Path) -> None:
+    fault = {"device": "n0.gpu3", "step": 2, "kind": "kill"}
+    results = run(processes, tmp_path, first=TP4, steps=4, changes={}, expect=3, fault=fault, fallback=(ONE,))
+    assert [r["fault"] for r in results] == ["NRS6010"] * 3
+    assert all("wanted and held by none" in r["text"] and "model.layers" in r["text"] for r in results), results
+
+
+def test_a_stopped_process_wakes_outside(processes: LocalProcesses, tmp_path: Path) -> None:
+    """The others wait for it no longer than the deadline, and go on; it may serve nothing any more."""
+    fault = {"device": "n0.gpu3", "phase": "move", "kind": "stop"}
+    words: dict[str, Any] = {"first": DP2, "steps": 4, "changes": {1: DP4}, "fallback": (WITHOUT_3,), "deadline_s": 6.0}
+    results = run(processes, tmp_path, expect=4, fault=fault, **words)
+    good(results, PLANS[WITHOUT_3].path, 3)
+    assert [r["fault"] for r in results if "fault" in r] == ["NRS6013"]
