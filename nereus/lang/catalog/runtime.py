@@ -160,8 +160,8 @@ ENTRIES: tuple[CodeEntry, ...] = (
         title="the new objects are not what they should be",
         cause=(
             "After the state had arrived, a line of the rebuild checklist did not hold, or the probe (figures that "
-            "must be the same before and after, such as log-probabilities of a fixed batch) gave something else. The change "
-            "was aborted, and the old plan goes on."
+            "must be the same before and after, such as log-probabilities of a fixed batch) gave something else. The "
+            "change was aborted, and the old plan goes on."
         ),
         example=_PAIR,
         command="run",
