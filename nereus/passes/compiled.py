@@ -21,6 +21,7 @@ from nereus.passes.lifecycle import Lifecycle
 from nereus.passes.lower import StageChange
 from nereus.passes.memory import MemoryPlan
 from nereus.passes.place import Choice, Together
+from nereus.passes.same import Pair
 from nereus.passes.storages import StorageMap
 from nereus.passes.timeline import Timeline
 
@@ -73,18 +74,22 @@ class Transition(Exchange):
     bound: Bounds
     certificate: Certificate
     timeline: Timeline
+    #: Models whose weights are equal now, as the job stated: (the name that stands for both, the other).
+    same: tuple[Pair, ...] = ()
     #: What the user should know although it compiles.
     warnings: tuple[Diagnostic, ...] = ()
     #: Seconds of each pass, in order.
     timings: tuple[tuple[str, float], ...] = ()
 
 
-def transition_digest(old: Plan, new: Plan, schedule: Schedule) -> str:
-    """SHA-256 over both placed plans (not their file names) and every move with its wave: equal programs, equal
-    digest."""
+def transition_digest(old: Plan, new: Plan, schedule: Schedule, same: tuple[Pair, ...] = ()) -> str:
+    """SHA-256 over both placed plans (not their file names), what is stated to be the same, and every move with its
+    wave: equal programs, equal digest."""
     digest = hashlib.sha256()
     for plan in (old, new):
         digest.update(repr(replace(plan, path="")).encode())
+    if same:
+        digest.update(repr(same).encode())
     return schedule_digest(digest, schedule)
 
 

@@ -29,6 +29,7 @@ from nereus.passes.manager import Hook, Instrument, Pipeline
 from nereus.passes.memory import MemoryPlan, plan_memory, schedule_staging, window_staging
 from nereus.passes.place import pin
 from nereus.passes.route import Routed
+from nereus.passes.same import Pair, stated_same
 from nereus.passes.storages import StorageMap
 from nereus.passes.stripes import cut_moves
 from nereus.passes.tight import Stuck, tight_schedule
@@ -44,11 +45,13 @@ def compile_transition(
     options: Pipeline | None = None,
     *,
     allow_destroy: bool = False,
+    same: Iterable[Pair] = (),
     verify: bool = True,
     hooks: Sequence[Hook] = (),
 ) -> Transition:
     """Raises DiagnosticError (NRS4xxx, NRS5xxx) where there is no safe transition; the old plan is never in doubt.
 
+    ``same``: pairs of models whose weights are equal now (see ``nereus.passes.same``).
     ``verify``: invariants of every pass's result are checked before the next pass reads it (BrokenInvariant: our bug).
     """
     started = time.perf_counter()
@@ -66,12 +69,14 @@ def compile_transition(
     old = pin(old)
     topology = join_clusters(old.cluster, new.cluster)
     old_holdings = run("hold", lambda: hold(old))
-    placed = run("place", lambda: pipeline.place.apply(old, old_holdings, new, topology))
-    new = placed.plan
-    new_holdings = hold(new)
-    errors = refusals.check_state(old_holdings, new_holdings, new, allow_destroy=allow_destroy)
+    stated, errors = stated_same(old, new, old_holdings, hold(new), same)
+    errors += refusals.check_state(old_holdings, hold(new), new, allow_destroy=allow_destroy)
     if errors:
         raise DiagnosticError(errors)
+    old_holdings = stated.united(old_holdings)
+    placed = run("place", lambda: pipeline.place.apply(old, old_holdings, new, topology, stated))
+    new = placed.plan
+    new_holdings = stated.united(hold(new))
     changes = run("lower", lambda: lower(old, new))
     difference = run("diff", lambda: diff(old_holdings, new_holdings, topology, known=placed.models))
     if difference.lost:
@@ -94,7 +99,7 @@ def compile_transition(
         findings, worst = all_findings(
             difference, schedule, dag, storages, memory, topology, moved_bytes=bound.moved_bytes
         )
-    digest = transition_digest(old, new, schedule)
+    digest = transition_digest(old, new, schedule, stated.pairs)
     timeline = stop_timeline(new, schedule, life, memory)
     certificate = certify(
         new=new,
@@ -125,6 +130,7 @@ def compile_transition(
         changes=changes,
         choices=placed.choices,
         together=placed.together,
+        same=stated.pairs,
         storages=storages,
         life=life,
         memory=memory,

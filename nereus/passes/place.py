@@ -28,6 +28,7 @@ from nereus.passes.place_assign import NodeValues
 from nereus.passes.place_joint import SAME_S, Joint, Option, descend
 from nereus.passes.place_search import search
 from nereus.passes.place_stage import NODE_WEIGHT, PlacedStage
+from nereus.passes.same import Same
 
 UNCHANGED = "unchanged"
 #: How much more a byte into the busiest node costs than one into an idle node, when loads are spread.
@@ -101,7 +102,10 @@ class Place:
 
     name = "place"
 
-    def apply(self, old: Plan, old_holdings: Holdings, new: Plan, topology: Topology) -> Placed:
+    def apply(
+        self, old: Plan, old_holdings: Holdings, new: Plan, topology: Topology, same: Same | None = None
+    ) -> Placed:
+        """``old_holdings``: as ``same`` names them."""
         fixed = {}
         stages = []
         for stage in new.stages:
@@ -113,7 +117,7 @@ class Place:
                     fixed[stage.name] = UNCHANGED if stage.place == previous else "pinned"
             stages.append(stage)
         new = replace(new, stages=_follow(stages))
-        return _Placing(self, old_holdings, new, topology, fixed).solve()
+        return _Placing(self, old_holdings, new, (same or Same()).united(hold(new)), topology, fixed).solve()
 
 
 def pin(plan: Plan) -> Plan:
@@ -145,9 +149,17 @@ def _follow(stages: Sequence[Stage]) -> tuple[Stage, ...]:
 
 
 class _Placing:
-    def __init__(self, options: Place, old: Holdings, new: Plan, topology: Topology, fixed: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        options: Place,
+        old: Holdings,
+        new: Plan,
+        wanted: Holdings,
+        topology: Topology,
+        fixed: Mapping[str, str],
+    ) -> None:
         self.new, self.topology, self.fixed = new, topology, fixed
-        holdings = self.holdings = hold(new)
+        holdings = self.holdings = wanted
         self.models: list[ModelOverlap] = []
         owners: list[list[str]] = []
         self.stages: dict[str, PlacedStage] = {}
@@ -160,7 +172,7 @@ class _Placing:
             owners.append([s.owner for s in sets])
             for number, state_set in enumerate(sets):
                 stage = new.stage(state_set.owner)
-                if stage.model == model and stage.name not in self.stages:
+                if stage.model == new.stage(state_set.stage).model and stage.name not in self.stages:
                     self.stages[stage.name] = PlacedStage(new, stage, state_set, number, found, topology)
         self.joint = Joint(self.models, owners, topology, options.horizon_steps)
 

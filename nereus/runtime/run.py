@@ -162,7 +162,7 @@ def squeezed(transition: Transition, pipeline: Pipeline) -> Transition:
     )
     if isinstance(schedule, Stuck):  # then as much memory as there is
         return transition
-    digest = transition_digest(transition.old, transition.new, schedule)
+    digest = transition_digest(transition.old, transition.new, schedule, transition.same)
     return replace(transition, schedule=schedule, memory=memory, digest=digest)
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from nereus.ir.plan import Plan
-from nereus.verify.copies import SlotKind, StateCopy, state_copies
+from nereus.verify.copies import SlotKind, StateCopy, as_stated, state_copies
 from nereus.verify.document import Document
 from nereus.verify.finding import Violation
 from nereus.verify.ground import Ground, Holdings
@@ -57,7 +57,7 @@ class Case:
     def __init__(self, document: Document, old: Plan, new: Plan) -> None:
         self.document, self.old_plan, self.new_plan = document, old, new
         self.world: World = build_world(old, new, document.devices)
-        old_copies, new_copies = state_copies(old, self.world), state_copies(new, self.world)
+        old_copies, new_copies = (as_stated(state_copies(plan, self.world), document.same) for plan in (old, new))
         self.grounds: dict[str, Ground] = {}
         by_model: dict[str, StateCopy] = {}
         for copy in (*old_copies, *new_copies):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from nereus.ir.units import DTYPE_BYTES
 from nereus.models.memory.state import copies
 from nereus.models.slots import slot_applies
 from nereus.models.tensors import logical_tensors
+from nereus.verify.finding import Violation
 from nereus.verify.parts import Parts
 from nereus.verify.segments import BoolArray, IntArray, ints
 from nereus.verify.world import World
@@ -56,6 +57,20 @@ class StateCopy:
             return False
         alike = self.slots[weight] == self.slots[master]
         return alike or 0 < self.slots[weight] < 1 or 0 < self.slots[master] < 1
+
+
+def as_stated(copies: tuple[StateCopy, ...], same: tuple[tuple[str, str], ...]) -> tuple[StateCopy, ...]:
+    """Copies of two models that the job states to hold equal weights are copies of one. Raises Violation where one of
+    the second model keeps more than weights: of that nothing is stated."""
+    names = {other: name for name, other in same}
+    if len(names) != len(same) or set(names) & set(names.values()):
+        raise Violation("a model is said to be the same as two others")
+    for copy in copies:
+        more = [kind.name for kind in copy.slots if kind.name != "weight"]
+        if copy.model in names and more:
+            raise Violation(f"{copy.stage} is said to have {names[copy.model]}'s weights, and it has {more[0]} too")
+
+    return tuple(replace(copy, model=names.get(copy.model, copy.model)) for copy in copies)
 
 
 def state_copies(plan: Plan, world: World) -> tuple[StateCopy, ...]:

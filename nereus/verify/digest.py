@@ -36,6 +36,8 @@ def document_digest(document: Document, old: Plan, new: Plan) -> str:
     digest = hashlib.sha256()
     for plan in (old, new):
         digest.update(repr(replace(plan, path="")).encode())
+    if document.same:
+        digest.update(repr(document.same).encode())
     digest.update(document.mode.encode())
     lengths = (regions.first[1:] - regions.first[:-1])[moves.region]
     columns = [moves.wave, moves.src, moves.dst, moves.table, moves.num_bytes, moves.slots, lengths]

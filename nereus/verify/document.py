@@ -118,6 +118,8 @@ class MemoryPromise:
 class Document:
     texts: dict[str, str]  # old, new
     fingerprints: dict[str, str]
+    #: Models whose weights the job states to be equal: (the name that stands for both, the other).
+    same: tuple[tuple[str, str], ...]
     digest: str
     certificate: Mapping[str, Any]
     mode: str
@@ -198,6 +200,7 @@ def read_document(value: Mapping[str, Any]) -> Document:
         fingerprints={
             name: root["fingerprints"][name].of(str) for name in ("old_plan", "new_plan", "cluster", "models")
         },
+        same=_same(root["options"]),
         digest=root["digest"].of(str),
         certificate=certificate,
         mode=schedule["mode"].of(str),
@@ -215,6 +218,13 @@ def read_document(value: Mapping[str, Any]) -> Document:
         lifecycle=tuple(_operation(entry, len(devices)) for entry in root["lifecycle"].each()),
         memory=_memory(root["memory"], len(devices)),
     )
+
+
+def _same(options: _Reader) -> tuple[tuple[str, str], ...]:
+    pairs = [entry.strings() for entry in options["same"].each()] if "same" in options.of(dict) else []
+    if any(len(pair) != 2 for pair in pairs):
+        raise DamagedDocument("options.same has an entry that is no pair of models")
+    return tuple((pair[0], pair[1]) for pair in pairs)
 
 
 def _table(entry: _Reader) -> Table:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nereus.passes.coarse import CoarseEstimate
 
 #: Options that say how to compile, or what to do with what was compiled.
-_COMPILING = ("horizon", "mode", "pass_pipeline", "detail", "detailed_exitcode", "time_passes", "allow_destroy")
+_COMPILING = ("horizon", "mode", "pass_pipeline", "detail", "detailed_exitcode", "time_passes", "allow_destroy", "same")
 
 
 def report_estimate(args: argparse.Namespace, out: Output) -> ExitCode:

@@ -12,7 +12,7 @@ from nereus.cli.errors import UsageError
 from nereus.cli.exit_codes import ExitCode, for_diagnostics
 from nereus.cli.files import STDIN, STDIN_NAME, display_name, read_text
 from nereus.cli.output import Output, table
-from nereus.cli.transition.options import pipeline_of, printed_passes
+from nereus.cli.transition.options import pipeline_of, printed_passes, stated_same
 from nereus.ir.diagnostic import Diagnostic, DiagnosticError, Severity, has_errors
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Compiled:
 
 def compile_files(args: argparse.Namespace, out: Output) -> Compiled:
     """Load OLD and NEW, compile, print diagnostics to stderr, and what the debug options ask for."""
-    pipeline, printed = pipeline_of(args), printed_passes(args)
+    pipeline, printed, same = pipeline_of(args), printed_passes(args), stated_same(args)
     sides = load_sides(args)
     diagnostics = errors_first(d for side in sides for d in side.diagnostics)
     transition = None
@@ -57,7 +57,9 @@ def compile_files(args: argparse.Namespace, out: Output) -> Compiled:
         # A compilation makes a few hundred thousand small objects and no cycles worth collecting on the way.
         gc.disable()
         try:
-            transition = compile_transition(old, new, pipeline, allow_destroy=args.allow_destroy, hooks=hooks)
+            transition = compile_transition(
+                old, new, pipeline, allow_destroy=args.allow_destroy, same=same, hooks=hooks
+            )
             diagnostics = errors_first((*transition.warnings, *diagnostics))
         except DiagnosticError as error:
             diagnostics = errors_first((*error.diagnostics, *diagnostics))

@@ -86,6 +86,7 @@ def _transition(transition: Transition) -> dict[str, Any]:
         },
         "destroyed": [{"stage": stage, "slots": list(slots)} for stage, slots in facts.destroyed(transition)],
         "transfer_limited_by": transition.bound.limited_by,
+        "same": [list(pair) for pair in transition.same],
     }
 
 

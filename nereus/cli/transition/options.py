@@ -32,6 +32,14 @@ def add_compile_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--allow-destroy", action="store_true", help="allow that state of a model is lost for good")
     parser.add_argument(
+        "--same",
+        metavar="MODEL=MODEL",
+        action="append",
+        default=[],
+        help="the job states that these two models hold equal weights now, as a reference model and the actor that "
+        "it was made from at version 0: each is a source of the other; may be given several times",
+    )
+    parser.add_argument(
         "--detailed-exitcode", action="store_true", help="exit with 2 instead of 0 where the plans differ"
     )
     add_detail(parser)
@@ -73,6 +81,17 @@ def pipeline_of(args: argparse.Namespace) -> Pipeline:
     if args.mode is not None:
         pipeline = replace(pipeline, mode=args.mode)
     return pipeline
+
+
+def stated_same(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
+    """Pairs given to ``--same``. UsageError."""
+    pairs = []
+    for text in args.same:
+        one, equals, other = (part.strip() for part in text.partition("="))
+        if not (one and equals and other) or "=" in other:
+            raise UsageError(f"--same: write MODEL=MODEL, not {text!r}")
+        pairs.append((one, other))
+    return tuple(pairs)
 
 
 def printed_passes(args: argparse.Namespace) -> frozenset[str]:

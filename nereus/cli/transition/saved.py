@@ -75,7 +75,10 @@ def saved_document(
             "choices": choices_fingerprint(choices),
         },
         "pipeline": str(pipeline),
-        "options": {"allow_destroy": allow_destroy},
+        "options": {
+            "allow_destroy": allow_destroy,
+            **({"same": [list(pair) for pair in transition.same]} if transition.same else {}),
+        },
         "digest": transition.digest,
         "certificate": certificate,
         "choices": choices,
@@ -245,6 +248,7 @@ def load_saved(path: str) -> Saved:
     except ValueError as error:
         raise DiagnosticError([_stale(document, path, [f"the pipeline is not accepted any more: {error}"])]) from None
     allow_destroy = entry_of(document, path, "options", "allow_destroy", kind=bool)
+    same = _same(document, path)
     sides: dict[str, Plan] = {}
     found: list[Diagnostic] = []
     for side, text in plans.items():
@@ -261,7 +265,7 @@ def load_saved(path: str) -> Saved:
         if entry_of(document, path, "fingerprints", name, kind=str) != value
     ]
     try:
-        transition = compile_transition(old, new, pipeline, allow_destroy=allow_destroy)
+        transition = compile_transition(old, new, pipeline, allow_destroy=allow_destroy, same=same)
     except DiagnosticError as error:
         notes.append("its plans do not compile any more")
         raise DiagnosticError([*error.diagnostics, _stale(document, path, notes)]) from None
@@ -273,6 +277,17 @@ def load_saved(path: str) -> Saved:
     if notes:
         raise DiagnosticError([_stale(document, path, notes)])
     return Saved(transition=transition, pipeline=pipeline, old_path=names["old"], new_path=names["new"])
+
+
+def _same(document: Mapping[str, Any], path: str) -> tuple[tuple[str, str], ...]:
+    """Pairs of models that the job stated to be equal; none in most files."""
+    options = entry_of(document, path, "options", kind=dict)
+    pairs = options.get("same", [])
+    if not isinstance(pairs, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(name, str) for name in pair) for pair in pairs
+    ):
+        raise DiagnosticError([damaged(path, "options.same: not what Nereus writes")])
+    return tuple((one, other) for one, other in pairs)
 
 
 def _as_saved(transition: Transition, document: Mapping[str, Any], path: str, names: Mapping[str, str]) -> Transition:

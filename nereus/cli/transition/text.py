@@ -85,6 +85,8 @@ class _Writer:
             parts.setdefault(change.part, []).append(words.plan_change(change))
         for part, texts in parts.items():
             yield self._entry(part, ", ".join(glue(text) for text in texts))
+        for one, other in self.transition.same:
+            yield self._entry("stated", f"{one} and {other} hold the same weights now")
 
     def _change(self, change: StageChange) -> Iterator[str]:
         marks = " ".join(self.out.style(mark, _MARK_STYLES[mark]) for mark in change.marks)

@@ -203,6 +203,26 @@ ENTRIES: tuple[CodeEntry, ...] = (
         fix="No fault if the same model is meant. Give another model a name of its own.",
     ),
     CodeEntry(
+        code="NRS5010",
+        title="two models are said to hold the same weights and cannot",
+        cause=(
+            "--same states that two models are equal now, so that each is a source of the other: a new reference model "
+            "and the actor that it starts as, say. They must have the same tensors in the same precision, the old plan "
+            "must hold one of them, and one must keep nothing but weights, since of masters and moments nothing is "
+            "stated. Whether the weights are equal only the job knows."
+        ),
+        example=_two(
+            plan("stage actor.train { on = n[0-1]  tp = 4  micro_batch = 1 }", models='model actor = "qwen2.5-7b"'),
+            plan(
+                "stage actor.train { on = n[0-1]  tp = 4  micro_batch = 1 }\nstage ref.infer { on = n0  tp = 2 }",
+                models='model actor = "qwen2.5-7b"\nmodel ref = "qwen2.5-0.5b" { frozen = true }',
+            ),
+        ),
+        command="diff",
+        options=("--same", "actor=ref"),
+        fix="Name two models of one shape and precision, one of them frozen, that are equal now.",
+    ),
+    CodeEntry(
         code="NRS5501",
         title="the file is no saved transition",
         cause="It is not JSON, or JSON of another kind: a plan, or the output of nereusc diff --json.",
