@@ -15,8 +15,8 @@ class Settings:
     """Of the algorithm; what a step consists of (prompts, mini-batches, ...) is the plan's ``workload``."""
 
     algorithm: str = "ppo"  # or grpo
-    lr: float = 1e-3
-    critic_lr: float = 2e-3
+    lr: float = 3e-3
+    critic_lr: float = 4e-3
     clip: float = 0.2
     value_clip: float = 0.2
     gamma: float = 1.0

@@ -1,21 +1,8 @@
-"""What a reader of a run sees: plans that are wrong, a line for every step."""
+"""What a reader of a run sees: a line for every step."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-
-from nereus.ir.plan import Plan
-from nereus.lang.api import load_plan, pinned
-from nereus.lang.render import render
-
-
-def load(path: str) -> Plan:
-    """The placed plan; the process ends with the compiler's messages where it has errors."""
-    result = load_plan(path)
-    if result.plan is None:
-        sys.exit(render(result.diagnostics, color=False))
-    return pinned(result.plan)
 
 
 def line(point: Mapping[str, float], total_s: float, parts_s: Mapping[str, float]) -> str:

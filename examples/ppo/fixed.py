@@ -1,8 +1,10 @@
 """The job at one plan from start to end, on communicators and weight copies of its own, without Nereus's session:
 
     python -m examples.ppo.fixed examples/ppo/base.plan --steps 100 --curve curve.json
+    python -m examples.ppo.fixed examples/ppo/base.plan --steps 100 --alone --against curve.json
 
-One process a GPU of the plan (here: a core); a line for every step. What a run that changes its plan is compared with.
+One process a GPU of the plan (here: a core), or one for everything; a line for every step. What a run that changes its
+plan is compared with: no bit of a curve depends on the layout.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ import torch.distributed
 
 from examples.ppo import loop as rl
 from examples.ppo.algorithm import Settings
-from examples.ppo.display import line, load
+from examples.ppo.display import line
+from examples.ppo.plans import alone, load
 from examples.ppo.stages import Worker, build, hand_over
 from examples.ppo.task import Counting
 from nereus.ir.plan import Plan, Stage
@@ -104,8 +107,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--curve", help="write step, reward, length, ... of every step to this JSON file")
+    parser.add_argument("--alone", action="store_true", help="all of it in one process")
+    parser.add_argument("--against", metavar="FILE", help="compare with the curve of another run")
     args = parser.parse_args()
-    options = options_of(load(args.plan), args.steps, args.seed)
+    plan = load(args.plan)
+    options = options_of(alone(plan) if args.alone else plan, args.steps, args.seed)
     os.environ["OMP_NUM_THREADS"] = "1"  # a process is a GPU here: one core at most
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="nereus-ppo-") as folder:
@@ -119,9 +125,20 @@ def main() -> None:
             child.join()
         if any(child.exitcode for child in children):
             sys.exit(1)
+        curve = json.loads((Path(folder) / "curve").read_text())
         if args.curve:
-            curve = json.loads((Path(folder) / "curve").read_text())
             Path(args.curve).write_text(json.dumps({"plan": args.plan, "curve": curve}, indent=1))
+        if args.against:
+            sys.exit(compared(curve, json.loads(Path(args.against).read_text())["curve"]))
+
+
+def compared(mine: list[dict[str, float]], other: list[dict[str, float]]) -> str | None:
+    """The first difference, in words."""
+    for a, b in zip(mine, other, strict=False):
+        if a != b:
+            return f"step {a['step']:.0f} differs: {a} here, {b} there"
+    print(f"{min(len(mine), len(other))} steps are the same, to the last bit")
+    return None
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from frameworks.harness import run  # noqa: E402
 
 from examples.ppo import algorithm, fixed  # noqa: E402
 from examples.ppo import loop as rl  # noqa: E402
-from examples.ppo.display import load  # noqa: E402
 from examples.ppo.model import Cache, Llama, initialise  # noqa: E402
+from examples.ppo.plans import laid_out, load  # noqa: E402
 from examples.ppo.stages import sampling_numbers  # noqa: E402
 from examples.ppo.task import Counting  # noqa: E402
 from nereus.ir.plan import Plan  # noqa: E402
@@ -147,15 +147,6 @@ def test_loop_state_survives_json() -> None:
 # -- the run
 
 
-def _laid_out(plan: Plan, count: int, tp: dict[str, int]) -> Plan:
-    """On the first ``count`` devices; ``tp`` by stage."""
-    stages = []
-    for stage in plan.stages:
-        devices, degree = stage.ranks[:count], tp.get(stage.name, 1)
-        stages.append(replace(stage, devices=devices, place=devices, tp=degree, dp=count // degree))
-    return replace(plan, stages=tuple(stages))
-
-
 #: Number of processes, tensor-parallel degrees, steps.
 LAYOUTS: dict[str, tuple[int, dict[str, int], int]] = {
     "dp 4": (4, {}, 20),
@@ -168,7 +159,7 @@ def _curves(rank: int, world: int, folder: str, plan: Plan) -> dict[str, rl.Loop
     store = dist.FileStore(os.path.join(folder, "store"), world)
     found = {}
     for epoch, (name, (count, tp, num_steps)) in enumerate(LAYOUTS.items()):
-        found[name] = fixed.run(rank, store, fixed.options_of(_laid_out(plan, count, tp), num_steps), epoch=epoch)
+        found[name] = fixed.run(rank, store, fixed.options_of(laid_out(plan, count, tp, name), num_steps), epoch=epoch)
     return found
 
 
