@@ -118,6 +118,75 @@ def move_among(
 ) -> ExecutionReport:
     """The same among ``size`` processes that share ``store`` and no group. ``name``: of this move, unique in the
     store. ``stop``: asked while this process waits for others' words; what it returns is raised."""
+    prepared = prepare_among(
+        old,
+        new,
+        tensors,
+        store=store,
+        name=name,
+        rank=rank,
+        size=size,
+        drop=drop,
+        check_replicas=check_replicas,
+        model=model,
+        deadline_s=deadline_s,
+        gpu=gpu,
+        stop=stop,
+    )
+    return prepared.run(store, name, deadline_s)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Prepared:
+    """A move that is compiled and bound to this process's memory: it may run again and again, as long as the objects
+    keep their memory."""
+
+    part: Part
+    program: Program
+    memory: dict[tuple[Device, int], torch.Tensor]
+    after: Binding | None
+    rank: int
+    size: int
+    address: str
+
+    def run(self, store: Any, name: str, deadline_s: float) -> ExecutionReport:
+        """All processes at once. ``name``: of this run, unique in the store. Raises ExecutionFailed."""
+        transport = Gloo(
+            store=store,
+            name=name,
+            process=self.rank,
+            num_processes=self.size,
+            process_of={device: at for at, device in enumerate(self.part.devices)},
+            deadline_s=deadline_s,
+            address=self.address,
+        )
+        device = self.program.device
+        state = DeviceState(device)
+        for spec in self.program.storages:
+            if spec.role == "old":
+                state.put(spec, self.memory[device, spec.id])
+        report = _execute({device: self.program}, {device: state}, self.memory, transport, deadline_s)
+        _after([self.after] if self.after else [])
+        return replace(report, dropped=self.part.dropped)
+
+
+def prepare_among(
+    old: Side,
+    new: Side,
+    tensors: Sequence[LogicalTensor],
+    *,
+    store: Any,
+    name: str,
+    rank: int,
+    size: int,
+    drop: Sequence[str] = (),
+    check_replicas: bool = True,
+    model: str = "model",
+    deadline_s: float = 60.0,
+    gpu: str = DEFAULT_GPU,
+    stop: Callable[[], Exception | None] = lambda: None,
+) -> Prepared:
+    """All of ``move_among`` but the move. Raises MoveError, the same in every process."""
     said = _Exchange(dist.PrefixStore(name, store), rank, size, deadline_s, stop)
     broken: Exception | None = None
     before: Binding | None = None
@@ -153,19 +222,15 @@ def move_among(
     _raise_faults([fault for fault, _ in said_ready], broken)
     if found := difference([own for _, own in said_ready]):
         raise MoveError(found)
-    transport = Gloo(
-        store=store,
-        name=name,
-        process=rank,
-        num_processes=size,
-        process_of={device: at for at, device in enumerate(part.devices)},
-        deadline_s=deadline_s,
+    return Prepared(
+        part=part,
+        program=bound.program,
+        memory=memory,
+        after=after,
+        rank=rank,
+        size=size,
         address=_address(offers),
     )
-    device = bound.program.device
-    report = _execute({device: bound.program}, {device: bound.state}, memory, transport, deadline_s)
-    _after([after] if after else [])
-    return replace(report, dropped=part.dropped)
 
 
 def _binding(side: Side) -> Binding | None:

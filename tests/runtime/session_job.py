@@ -212,6 +212,11 @@ def main(
                         view.place.everyone.barrier()
                         assert isinstance(adapter, PlainTorch)
                         train(adapter, step)
+                if job.plan.find_stage("actor.generate") is not None:
+                    job.sync("actor.train", "actor.generate")
+                    served = job.stage("actor.generate")
+                    if isinstance(served, PlainTorch) and (wrong := differences(served, step + 1)):
+                        log.append(f"at {step} the engine has other weights: {wrong}")
                 job.loop["step"] = step + 1
                 if (number := changes.get(step)) is not None:
                     try:

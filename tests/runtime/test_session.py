@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 from runtime.session_job import ARCH
-from runtime.tiny import cluster, trainer
+from runtime.tiny import cluster, stage, trainer
+from runtime.tiny import plan as make_plan
 
-from nereus.ir.plan import Plan
+from nereus.ir.plan import Model, Plan
 from nereus.models.slots import default_slots
 from nereus.runtime.session.journal import read_journal
 from nereus.runtime.session.local import LocalProcesses
@@ -29,6 +30,18 @@ def plan(name: str, count: int, *, first: int = 0, **degrees: Any) -> Plan:
     return replace(found, path=name, stages=(replace(only, devices=found.cluster.devices[first : first + count]),))
 
 
+def with_engine(name: str, *, trained: dict[str, int], served: dict[str, int]) -> Plan:
+    """Training on the first two devices, generation on the other two."""
+    slots = default_slots(trains=True, precision="fp32", optimizer="adam")
+    on = cluster(4)
+    actor = Model(name="actor", arch=ARCH, source="tiny", precision="fp32")
+    stages = (
+        stage(actor, "train", on.devices[:2], slots=slots, **trained),
+        stage(actor, "generate", on.devices[2:], slots=slots[:1], kv_cache_bytes=10**6, **served),
+    )
+    return replace(make_plan(*stages, on=on, models=(actor,)), path=name)
+
+
 PLANS = (
     plan("tp2", 2, tp=2),
     plan("tp2 dp2", 4, tp=2),
@@ -39,8 +52,10 @@ PLANS = (
     plan("dp4", 4),
     plan("without gpu3", 3),
     plan("without gpu0", 3, first=1),
+    with_engine("engine tp2", trained={"tp": 1, "pp": 2}, served={"tp": 2}),
+    with_engine("engine tp1", trained={"tp": 2}, served={"tp": 1}),
 )
-TP2, DP2, PP2, TP4, UNEVEN, ONE, DP4, WITHOUT_3, WITHOUT_0 = range(len(PLANS))
+TP2, DP2, PP2, TP4, UNEVEN, ONE, DP4, WITHOUT_3, WITHOUT_0, ENGINE_TP2, ENGINE_TP1 = range(len(PLANS))
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +104,13 @@ def test_changes_one_after_another(processes: LocalProcesses, tmp_path: Path) ->
     good(results, "tp2 dp2", 4)
     journals = [[e.event for e in read_journal(p)] for p in tmp_path.glob("journal-*")]
     assert max(events.count("committed") for events in journals) == 7 and not any("aborted" in e for e in journals)
+
+
+def test_an_engine_gets_every_steps_weights(processes: LocalProcesses, tmp_path: Path) -> None:
+    """Trainer and engine on other processes in other layouts, and both change: no step is served with old weights."""
+    results = run(processes, tmp_path, first=ENGINE_TP2, steps=6, changes={2: ENGINE_TP1}, expect=4)
+    good(results, "engine tp1", 4)
+    assert all(not any("other weights" in line for line in r["log"]) for r in results), results
 
 
 @pytest.mark.parametrize("phase", ["offer", "probe", "prepare", "move", "finish", "vote"])

@@ -28,6 +28,7 @@ from nereus.ir.diagnostic import DiagnosticError
 from nereus.ir.plan import Plan
 from nereus.passes.place import pin
 from nereus.runtime.adapters.base import Adapter
+from nereus.runtime.executor import ExecutionFailed
 from nereus.runtime.faults import (
     CANNOT_START,
     DEADLINE,
@@ -37,7 +38,8 @@ from nereus.runtime.faults import (
     WRONG_STATE,
     Fault,
 )
-from nereus.runtime.session.change import COMMIT, Built, Change, OnPhase, Outcome
+from nereus.runtime.live import ALL, MoveError, Prepared, prepare_among
+from nereus.runtime.session.change import COMMIT, Built, Change, OnPhase, Outcome, tensors_of
 from nereus.runtime.session.journal import Journal
 from nereus.runtime.session.members import (
     BoundStage,
@@ -146,6 +148,8 @@ class Job:
         self._snapshots: list[Snapshot] = []
         self._touched = False
         self._turn = 0
+        self._syncs = 0
+        self._prepared: dict[tuple[str, str], Prepared] = {}
         self._requested: Plan | None = None
         self._asked = 0
         self.record.put(f"member/{number}", self.me)
@@ -186,6 +190,42 @@ class Job:
         """``with job.updating():`` around what writes weights: a failure inside leaves nothing that counts, but for
         the snapshot of the last boundary."""
         return _Updating(self)
+
+    def sync(self, source: str, target: str) -> int:
+        """The weights of stage ``source`` into stage ``target`` of the same model, bit for bit, in all processes of the
+        plan: compiled at the first call after a change, and run again from then on. The number of bytes that arrived
+        here. Objects that replace their own memory (an engine that reloads) are bound anew by the next change.
+
+        Raises Fault; the target's weights are then not to be used."""
+        self._check_serves()
+        assert self._built is not None
+        numbers = [m.number for m in self.members]
+        self._syncs += 1
+        name = f"epoch/{self.epoch}/sync/{self._syncs}"
+        old, new = self.stage(source), self.stage(target)
+        try:
+            prepared = self._prepared.get((source, target))
+            if prepared is None:
+                prepared = self._prepared[source, target] = prepare_among(
+                    old.bind if old is not None else None,
+                    new.bind if new is not None else None,
+                    tensors_of(self.plan.model(target.partition(".")[0])),
+                    store=self.record.store,
+                    name=name,
+                    rank=numbers.index(self.me.number),
+                    size=len(numbers),
+                    drop=(ALL,),
+                    deadline_s=self._deadline_s,
+                    stop=self._member_lost,
+                )
+            report = prepared.run(self.record.store, name, self._deadline_s)
+        except MoveError as error:
+            raise Fault(WRONG_STATE, f"{source} to {target}: {error}", where=self.record.where) from None
+        except ExecutionFailed as error:
+            raise error.fault from None
+        if new is not None:
+            new.finish({**new.job_state(), "version": self.version})
+        return report.received_bytes
 
     # -- start, boundaries, changes ------------------------------------------------------------------------------------
 
@@ -364,7 +404,8 @@ class Job:
         needed = set(_devices(command.plan))
         self.members = tuple(m for m in command.members if m.device in needed)
         self.loop = dict(change.loop) if command.base else self.loop
-        self._turn, self._touched = 0, False
+        self._turn, self._touched, self._syncs = 0, False, 0
+        self._prepared.clear()
         self._snapshots.clear()
         if self._keep and self._built is not None:
             self._snapshots.append(copied(self._built.adapters, dict(self.loop), self.version))
