@@ -97,15 +97,23 @@ class StateSet:
         mask[list(numbers)] = True
         return mask
 
+    def memory_of(self, slot: str) -> bool | None:
+        """Whether all of ``slot`` lies in host memory; None where a part may."""
+        kind = self.slot(slot)
+        if kind is None or kind.is_split or isinstance(self.bound.layout, DescribedLayout):
+            return None
+        return kind.host
+
     def host_mask(self, slot: str, coord: int, numel: IntArray) -> BoolArray:
         """``[shares, tensors]``: which of the parts of ``slot`` that the ranks of a coordinate hold (``numel`` elements
         each) lie in host memory. A part lies whole in one memory."""
-        layout, kind = self.bound.layout, self.slot(slot)
+        layout, one = self.bound.layout, self.memory_of(slot)
+        if one is not None:
+            return np.broadcast_to(np.bool_(one), numel.shape)
         if isinstance(layout, DescribedLayout):
             return np.broadcast_to(layout.host[slot][coord], numel.shape)
+        kind = self.slot(slot)
         assert kind is not None
-        if not kind.is_split:
-            return np.full(numel.shape, kind.host)
         return in_host(numel, kind.host_share, self._apart() if layout.splits_experts else None)
 
     def _apart(self) -> BoolArray:

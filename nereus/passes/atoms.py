@@ -126,7 +126,7 @@ def pieces_of(
     added to get its place in host memory."""
     layout = state_set.bound.layout
     coord_of_rank, shard_of_rank = layout.coord_of_rank(), layout.shard_of_rank()
-    absent = state_set.absent_mask(slot)
+    absent, one = state_set.absent_mask(slot), state_set.memory_of(slot)
     groups: list[Group] = []
     columns: list[tuple[IntArray, IntArray, IntArray, IntArray]] = []
     for coord in range(layout.num_coords):
@@ -143,7 +143,7 @@ def pieces_of(
             stop = cell_offset(cells, boxes, coord, owned[None, :], shares.stop[:, tensor])
         held = stop > start
         in_host = state_set.host_mask(slot, coord, shares.stop - shares.start)
-        memories = np.unique(in_host[shares.stop > shares.start]).tolist() or [False]
+        memories = [one] if one is not None else np.unique(in_host[shares.stop > shares.start]).tolist() or [False]
         for host in memories:
             number, row = np.nonzero(held if len(memories) == 1 else held & (in_host[:, tensor] == host))
             columns.append((owned[row], start[number, row], stop[number, row], number + len(groups)))
