@@ -193,6 +193,7 @@ class _Kernels:
             values = (step, lr, beta1, beta2, eps, weight_decay, bias_correction)
             self._update(weight, gradient, mean, square, *values, decoupled=mode == 1)
 
+    @torch.no_grad()
     def _update(
         self, weight: torch.Tensor, gradient: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, step: int,
         lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, bias_correction: bool,

@@ -16,6 +16,7 @@ HOST = {"device": "cpu", "pin_memory": False}
 OPTIMIZER = {**OWN, "zero_optimization": {"offload_optimizer": HOST}}
 PARAMETERS = {**OWN, "zero_optimization": {"offload_param": HOST}}
 BOTH = {**OWN, "zero_optimization": {"offload_optimizer": HOST, "offload_param": HOST, "sub_group_size": 300}}
+LOW = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
 
 
 def test_offloading_comes_and_goes() -> None:
@@ -35,3 +36,11 @@ def test_offloading_comes_and_goes() -> None:
 def test_fused_adam_of_many_tensors() -> None:
     """Without ZeRO it updates all tensors in one call, and counts the updates in the state of the last."""
     run(2, _chain, At(0, 2, OWN, accessors=False), At(1, 2, OWN), At(0, 1, OWN, accessors=False), timeout=500)
+
+
+def test_masters_and_moments_in_16_bits() -> None:
+    chain = At(2, 3, {**OPTIMIZER, **LOW}), At(3, 2, {**OPTIMIZER, **LOW}), At(1, 3, {**OWN, **LOW})
+    results = run(3, _chain, *chain, timeout=500)
+    for state, _ in results[0]:
+        assert set(state.slots()) == {"weight", "master", "exp_avg", "exp_avg_sq"}
+        assert {s.dtype for s in state.storages} == {"bf16"}
