@@ -12,7 +12,8 @@ import numpy as np
 
 from nereus.ir.holdings import StateSet, Topology
 from nereus.ir.layout import IntArray
-from nereus.passes.atoms import AtomTable, ModelGeometry
+from nereus.passes.atoms import AtomTable, Group, ModelGeometry
+from nereus.passes.lists import Lists
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +49,19 @@ def placed_on(atoms: ModelAtoms, new_sets: tuple[StateSet, ...], topology: Topol
 
 
 def _moved(table: AtomTable, to: list[IntArray], derives: IntArray | None) -> AtomTable:
+    places = Lists.of_tuples([group.places for group in table.new_groups])
+    sets = np.array([group.state_set for group in table.new_groups], dtype=np.int64)
+    owner = places.owner
+    item = np.stack(to)[sets[owner], places.item] if len(owner) else places.item
+    item = item[np.lexsort((item, owner))].tolist()
+    first = places.first.tolist()
     groups = tuple(
-        replace(group, places=tuple(np.sort(to[group.state_set][list(group.places)]).tolist()))
-        for group in table.new_groups
+        Group(state_set=group.state_set, coord=group.coord, shard=group.shard, places=tuple(item[begin:end]))
+        for group, begin, end in zip(table.new_groups, first[:-1], first[1:], strict=True)
     )
     derived = table.derived
     if derived:
         assert derives is not None
-        places = derives[np.fromiter(derived, dtype=np.int64)]
-        derived = dict(zip(places.tolist(), derived.values(), strict=True))
+        moved = derives[np.fromiter(derived, dtype=np.int64)]
+        derived = dict(zip(moved.tolist(), derived.values(), strict=True))
     return replace(table, new_groups=groups, derived=derived)
