@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from passes.plans import ARCHS, WORKLOAD, cluster, stage, trainer
+from passes.test_host_share import offloaded
 
 from nereus.ir.plan import Model, Plan
 from nereus.lang.api import resolve_text
@@ -226,3 +227,10 @@ def test_storage_is_in_the_range_of_published_figures() -> None:
         seconds.append(answer.outside_s + simulate(job_of(answer)).makespan_s)
     assert 290 <= seconds[0] <= 487
     assert 400 <= seconds[1] <= 981
+
+
+@pytest.mark.parametrize("name", ["primitives", "templates"])
+def test_units_know_no_state_that_lies_partly_in_host_memory(name: str) -> None:
+    old, new = (offloaded(plan, 0.5) for plan in data_parallel(4, 8))
+    answer = solve(name, old, new)
+    assert answer.cannot is not None and "state partly in host memory" in answer.cannot
