@@ -80,6 +80,21 @@ def trainer(on: Cluster, devices: tuple[Device, ...] | None = None, arch: Arch =
     return Plan(cluster=on, models=(actor,), workload=WORKLOAD, stages=(one,))
 
 
+_OPTIMIZER = ("master", "exp_avg", "exp_avg_sq")
+
+
+def offloaded(plan: Plan, *shares: float) -> Plan:
+    """``plan`` with so much of each optimizer slot in host memory (the last share for all that follow)."""
+
+    def slot(one: Slot) -> Slot:
+        if one.name not in _OPTIMIZER:
+            return one
+        share = shares[min(_OPTIMIZER.index(one.name), len(shares) - 1)]
+        return replace(one, host=True, host_share=share) if share else replace(one, host=False, host_share=1.0)
+
+    return replace(plan, stages=tuple(replace(s, slots=tuple(map(slot, s.slots))) for s in plan.stages))
+
+
 #: Share of a slot in host memory, for slots that lie there.
 SHARES = st.sampled_from([1.0, 1.0, 0.5, 0.3, 0.75])
 

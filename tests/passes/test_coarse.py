@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
-from passes.plans import ARCHS, cluster, describe, even_split, node, pairs, trainer
+from passes.plans import ARCHS, cluster, describe, even_split, node, offloaded, pairs, trainer
 from passes.profiles import examples
-from passes.test_host_share import offloaded
 
 from nereus.ir.cluster import Cluster
 from nereus.ir.diagnostic import DiagnosticError

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from passes.cycles import Case, check_tight, cycle, findings
 from passes.execute import pipeline
-from passes.plans import ARCHS
-from passes.test_host_share import offloaded
+from passes.plans import ARCHS, offloaded
 
 from nereus.passes.compiled import Transition
 from nereus.passes.emit import emit_program

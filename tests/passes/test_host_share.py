@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import event, given, note
 from hypothesis import strategies as st
 from passes.execute import check_transition, compile_or_confirm, pipeline
 from passes.oracle import State, Universe
-from passes.plans import ARCHS, cluster, clusters, describe, layouts, trainer
+from passes.plans import ARCHS, cluster, clusters, describe, layouts, offloaded, trainer
 from passes.profiles import examples
 from verify.documents import document_of
 
 from nereus.ir.holdings import join_clusters
-from nereus.ir.plan import Plan, Slot
+from nereus.ir.plan import Plan
 from nereus.models.memory.state import copies, device_state_bytes, host_state_bytes, pipeline_index_of_ranks
 from nereus.passes.hold import hold
 from nereus.passes.storages import SetShares
 from nereus.verify.api import verify
-
-OPTIMIZER = ("master", "exp_avg", "exp_avg_sq")
-
-
-def offloaded(plan: Plan, *shares: float) -> Plan:
-    """``plan`` with so much of each optimizer slot in host memory (the last share for all that follow)."""
-
-    def slot(one: Slot) -> Slot:
-        if one.name not in OPTIMIZER:
-            return one
-        share = shares[min(OPTIMIZER.index(one.name), len(shares) - 1)]
-        return replace(one, host=True, host_share=share) if share else replace(one, host=False, host_share=1.0)
-
-    return replace(plan, stages=tuple(replace(s, slots=tuple(map(slot, s.slots))) for s in plan.stages))
 
 
 @st.composite

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from passes.plans import ARCHS, WORKLOAD, cluster, stage, trainer
-from passes.test_host_share import offloaded
+from passes.plans import ARCHS, WORKLOAD, cluster, offloaded, stage, trainer
 
 from nereus.ir.plan import Model, Plan
 from nereus.lang.api import resolve_text
