@@ -70,7 +70,7 @@ class Side:
     workload: Workload
     workers: Mapping[str, Worker]
     world: Group
-    sync: Callable[[], None]
+    sync: Callable[[], object]
     seconds: dict[str, float] = field(default_factory=dict)
 
     def timed(self, name: str, since: float) -> float:
