@@ -7,7 +7,7 @@ maximum-weight closure per space: the worst state that any timing can reach.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,16 +85,23 @@ def check_coverage(diff: Diff, schedule: Schedule) -> Finding:
         geometry = diff.geometries[diff.geometry_of[number]]
         num_cells, scale = geometry.cells.num_cells, int(geometry.cells.numel.max()) + 1
         assert len(diff.topology.devices) * 2 * num_cells * scale < 2**63, "keys would overflow"
-        wanted = _group_rows(table, new=True, topology=diff.topology)
-        present = _group_rows(table, new=False, topology=diff.topology)
-        derived = _Rows.gather(
+        wanted = _group_parts(table, new=True, topology=diff.topology)
+        present = _group_parts(table, new=False, topology=diff.topology)
+        derived = [
             (place, Intervals(table.cell[own], table.start[own], table.stop[own]))
             for place, own in table.derived.items()
-        )
+        ]
+        sizes = {id(region): region.numel for _, region in wanted}
+        num_wanted = sum(sizes[id(region)] for _, region in wanted)
         for slot in range(len(table.slots)):
             moves = [m for m in schedule.moves if m.table == number and (m.slots is None or slot in m.slots)]
-            arriving = _Rows.gather((m.dst, m.intervals) for m in moves)
-            bad = _sweep(wanted, (present, derived), arriving, num_cells, scale)
+            arriving = [(m.dst, m.intervals) for m in moves]
+            one_of = _representatives((wanted, present, derived, arriving))
+            rows = [
+                _Rows.gather(part for part in parts if part[0] in one_of)
+                for parts in (wanted, present, derived, arriving)
+            ]
+            bad = _sweep(rows[0], (rows[1], rows[2]), rows[3], num_cells, scale)
             if bad is not None:
                 place, cell, at = bad
                 tensor = geometry.cells.tensors[int(geometry.cells.tensor[cell])].name
@@ -104,16 +111,26 @@ def check_coverage(diff: Diff, schedule: Schedule) -> Finding:
                     evidence=f"{diff.topology.place_name(place)}: {table.model} {tensor} {table.slots[slot]}, "
                     f"cell {cell} offset {at}: not delivered exactly once",
                 )
-            total += int((wanted.stop - wanted.start).sum())
+            total += num_wanted
             if all(m.slots is None for m in moves):
-                total += int((wanted.stop - wanted.start).sum()) * (len(table.slots) - 1)
+                total += num_wanted * (len(table.slots) - 1)
                 break  # all slots travel together: one sweep stands for them
     return Finding(
         name="every element once", holds=True, evidence=f"{total:,} wanted elements, each accounted for once"
     )
 
 
-def _group_rows(table: AtomTable, *, new: bool, topology: Topology) -> _Rows:
+def _representatives(signals: Sequence[Sequence[tuple[int, Intervals]]]) -> set[int]:
+    """One of all places that have the very same regions in every signal: what holds for it holds for them."""
+    of_place: dict[int, list[tuple[int, int]]] = {}
+    for number, parts in enumerate(signals):
+        for place, region in parts:
+            of_place.setdefault(place, []).append((number, id(region)))
+    return set({tuple(sorted(regions)): place for place, regions in of_place.items()}.values())
+
+
+def _group_parts(table: AtomTable, *, new: bool, topology: Topology) -> list[tuple[int, Intervals]]:
+    """(place, region) of every member of every group; members of a group have one region."""
     groups = table.new_groups if new else table.old_groups
     classes = table.class_wanters if new else table.class_holders
     # Intervals of every group, once; then one copy per place.
@@ -130,7 +147,7 @@ def _group_rows(table: AtomTable, *, new: bool, topology: Topology) -> _Rows:
         for place in groups[group].places:
             if new or topology.alive[topology.node_of_place(place)]:
                 parts.append((place, region))
-    return _Rows.gather(parts)
+    return parts
 
 
 def _sweep(
@@ -175,22 +192,33 @@ def check_sources(diff: Diff, schedule: Schedule) -> Finding:
         num_cells, scale = geometry.cells.num_cells, int(geometry.cells.numel.max()) + 1
         numbered = [(i, m) for i, m in enumerate(schedule.moves) if m.table == number]
         first = [(i, m) for i, m in numbered if not m.after]
-        held = _group_rows(table, new=False, topology=diff.topology)
+        held = _group_parts(table, new=False, topology=diff.topology)
+        holds: dict[int, tuple[int, ...]] = {}
+        for place, region in held:
+            holds[place] = (*holds.get(place, ()), id(region))
         sources = [_held_at(diff, schedule, i, m) for i, m in first]
         if -1 in sources:
             i = first[sources.index(-1)][0]
             return Finding(name="sources", holds=False, evidence=f"move {i} reads where its storage is not, or not yet")
-        reads = zip(sources, (m.intervals for _, m in first), strict=True)
-        bad = _outside(_Rows.gather(reads), held, num_cells, scale)
+        # Places that hold the very same regions, and one region that is read from them: one of each is looked at.
+        reads = {
+            (holds.get(source, ()), id(m.intervals)): (source, m.intervals)
+            for source, (_, m) in zip(sources, first, strict=True)
+        }
+        read_at = {source for source, _ in reads.values()}
+        there = _Rows.gather(part for part in held if part[0] in read_at)
+        bad = _outside(_Rows.gather(reads.values()), there, num_cells, scale)
         if bad is not None:
             return _source_finding(diff, table, bad, num_cells, scale)
         relayed = [(i, m) for i, m in numbered if m.after]
         for i, move in relayed:
             if any(not _later(schedule, a, i) or schedule.moves[a].dst != move.src for a in move.after):
                 return Finding(name="sources", holds=False, evidence=f"move {i} relays before it received")
-        # The move's number stands for the place: each relay against what its own predecessors brought.
-        received = _Rows.gather((i, schedule.moves[a].intervals) for i, m in relayed for a in m.after)
-        bad = _outside(_Rows.gather((i, m.intervals) for i, m in relayed), received, num_cells, scale)
+        # The move's number stands for the place: each relay against what its own predecessors brought. Those that carry
+        # one region of the same predecessors' regions are looked at once.
+        different = {(id(m.intervals), *(id(schedule.moves[a].intervals) for a in m.after)): (i, m) for i, m in relayed}
+        received = _Rows.gather((i, schedule.moves[a].intervals) for i, m in different.values() for a in m.after)
+        bad = _outside(_Rows.gather((i, m.intervals) for i, m in different.values()), received, num_cells, scale)
         if bad is not None:
             return Finding(
                 name="sources", holds=False, evidence=f"move {bad // scale // num_cells} relays more than it received"
@@ -303,8 +331,10 @@ def check_windows(schedule: Schedule, num_devices: int, staging_bytes: IntArray)
     posted = []
     for ends in ([m.src for m in schedule.moves], [m.dst for m in schedule.moves]):
         device = np.array(ends, dtype=np.int64)[row] % num_devices
-        key, where = np.unique(device * (schedule.num_waves + 1) + wave, return_inverse=True)
-        posted.append((key // (schedule.num_waves + 1), np.bincount(where, weights=size).astype(np.int64)))
+        # Whole numbers below 2^53, so sums of floats are exact.
+        load = np.bincount(device * (schedule.num_waves + 1) + wave, weights=size).astype(np.int64)
+        key = np.flatnonzero(load)
+        posted.append((key // (schedule.num_waves + 1), load[key]))
     worst = max((int(load.max(initial=0)) for _, load in posted), default=0)
     limit = max(schedule.window_bytes, int(width.max(initial=0)))
     need = np.zeros(num_devices, dtype=np.int64)

@@ -96,11 +96,15 @@ def check_edges(dag: Dag, schedule: Schedule, num_devices: int) -> Finding:
     """Every move follows its two ranks' posts of its wave, every verify its move, the commit every verify, and every
     release all verifies up to its wave (tight) or the commit (reversible)."""
     name = "edges"
-    keys = dag.edges[:, 0] * dag.num_ops + dag.edges[:, 1]
+    keys = np.sort(dag.edges[:, 0] * dag.num_ops + dag.edges[:, 1])
 
-    def lacking(first: IntArray, then: IntArray) -> IntArray:
+    def lacking(first: IntArray, then: IntArray, among: IntArray = keys) -> IntArray:
         """Positions where there is no edge ``first -> then``; -1 stands for an operation that is not there."""
-        return np.flatnonzero((first < 0) | ~np.isin(first * dag.num_ops + then, keys))
+        if not len(among):
+            return np.arange(len(first))
+        wanted = first * dag.num_ops + then
+        at = np.minimum(np.searchsorted(among, wanted), len(among) - 1)
+        return np.flatnonzero((first < 0) | (among[at] != wanted))
 
     moves, verifies = np.flatnonzero(dag.kind == MOVE), np.flatnonzero(dag.kind == VERIFY)
     moves, verifies = moves[np.argsort(dag.item[moves])], verifies[np.argsort(dag.item[verifies])]
@@ -126,8 +130,7 @@ def check_edges(dag: Dag, schedule: Schedule, num_devices: int) -> Finding:
         relays = np.array([(a, i) for i, m in enumerate(schedule.moves) for a in m.after], dtype=np.int64)
         first, then = relays.reshape(-1, 2).T
         by_slice = dag.slice_edges[:, 0] * dag.num_ops + dag.slice_edges[:, 1]
-        known = np.concatenate((keys, by_slice))
-        bad = np.flatnonzero(~np.isin(verifies[first] * dag.num_ops + moves[then], known))
+        bad = lacking(verifies[first], moves[then], np.sort(np.concatenate((keys, by_slice))))
         if len(bad):
             what = f"move {int(then[bad[0]])} does not follow the verify of what it relays"
             return Finding(name=name, holds=False, evidence=what)

@@ -45,6 +45,7 @@ class SetShares:
         self.shard_of_rank = layout.shard_of_rank()
         self.rank_of_device = {index[d]: rank for rank, d in enumerate(state_set.bound.ranks)}
         self._shares: dict[tuple[object, int, int], Share] = {}
+        self._rules: dict[str, tuple[object, ...]] = {}
         self._shards_of: dict[int, list[int]] = {}
         for coord, shard in sorted(set(zip(self.coord_of_rank.tolist(), self.shard_of_rank.tolist(), strict=True))):
             self._shards_of.setdefault(coord, []).append(shard)
@@ -69,9 +70,13 @@ class SetShares:
 
     def rule(self, slot: str) -> tuple[object, ...]:
         """Slots with equal rules lie alike."""
-        state_set, kind = self.state_set, self.state_set.slot(slot)
-        absent = dict(state_set.absent).get(slot, ())
-        return state_set.bound.layout.shard_rule(slot), absent, kind and (kind.host, kind.host_share)
+        found = self._rules.get(slot)
+        if found is None:
+            state_set, kind = self.state_set, self.state_set.slot(slot)
+            absent = dict(state_set.absent).get(slot, ())
+            found = state_set.bound.layout.shard_rule(slot), absent, kind and (kind.host, kind.host_share)
+            self._rules[slot] = found
+        return found
 
     def in_host(self, device: int, slot: str, tensor: int) -> bool:
         """Whether the device's storage of ``tensor`` lies in host memory."""
@@ -104,11 +109,14 @@ class Fit:
     def memories(self) -> tuple[tuple[bool, Total], ...]:
         """(in host memory, what stays, goes and comes there), for memories with any."""
         found = []
-        for host in (False, True):
-            before, after = (self.old_host == host), (self.new_host == host)
-            old, new = self.old[before], self.new[after]
+        split = bool(self.old_host.any() or self.new_host.any())
+        for host in (False, True) if split else (False,):
+            kept, old, new = self.kept, self.old, self.new
+            if split:
+                before, after = (self.old_host == host), (self.new_host == host)
+                kept, old, new = kept[after], old[before], new[after]
             total = Total(
-                kept=int(self.kept[after].sum()),
+                kept=int(kept.sum()),
                 old=int(old.sum()),
                 new=int(new.sum()),
                 largest_old=int(old.max(initial=0)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 
@@ -159,15 +159,18 @@ class CoarseProblem:
         ready = {n for n in range(count) if not waiting[n]}
         known: dict[int, tuple[tuple[object, ...], int, bool]] = {}  # of those that nothing placed since touches
         sharing = self._sharing()
+        placed: dict[int, list[int]] = {}  # by group of those that exclude each other
         while ready:
             for n in ready - known.keys():
-                moment, fit = self._first_moment(n, start)
+                moment, fit = self._first_moment(n, start, placed)
                 first = (-alone[n], moment) if roomy_first else (moment, self.ops[n].rank)
                 known[n] = ((not fit, *first, -self.ticks[n], n), moment, fit)
             chosen = min(ready, key=lambda n: known[n][0])
             _, start[chosen], fit = known[chosen]
             fits &= fit
             ready.remove(chosen)
+            for group in self.groups_of[chosen]:
+                placed.setdefault(id(group), []).append(chosen)
             for n in (chosen, *sharing[chosen]):
                 known.pop(n, None)
             for n in followers.get(chosen, ()):
@@ -184,25 +187,28 @@ class CoarseProblem:
                 found[n].update(group)
         return found
 
-    def _first_moment(self, number: int, start: Sequence[int]) -> tuple[int, bool]:
+    def _first_moment(self, number: int, start: Sequence[int], placed: Mapping[int, Sequence[int]]) -> tuple[int, bool]:
         size = self.ticks[number]
         least = max((start[a] + self.ticks[a] for a in self.after[number]), default=0)
         ends = {start[n] + self.ticks[n] for n in range(len(start)) if start[n] >= 0}
         for moment in sorted({least, *(e for e in ends if e > least)}):
-            if self._fits(number, moment, size, start):
+            if self._fits(number, moment, size, start, placed):
                 return moment, True
         return max(least, max(ends, default=0)), False
 
-    def _fits(self, number: int, moment: int, size: int, start: Sequence[int]) -> bool:
+    def _fits(
+        self, number: int, moment: int, size: int, start: Sequence[int], placed: Mapping[int, Sequence[int]]
+    ) -> bool:
         for group in self.groups_of[number]:
-            if any(start[n] >= 0 and start[n] < moment + size and moment < start[n] + self.ticks[n] for n in group):
-                return False
+            for n in placed.get(id(group), ()):
+                if start[n] < moment + size and moment < start[n] + self.ticks[n]:
+                    return False
         for room, rows in self.limits_of[number]:
-            placed = [(moment if n == number else start[n], n, run, rest) for n, run, rest in rows]
-            placed = [entry for entry in placed if entry[0] >= 0]
-            for at in {begin for begin, *_ in placed} | {begin + self.ticks[n] for begin, n, *_ in placed}:
+            there = [(moment if n == number else start[n], n, run, rest) for n, run, rest in rows]
+            there = [entry for entry in there if entry[0] >= 0]
+            for at in {begin for begin, *_ in there} | {begin + self.ticks[n] for begin, n, *_ in there}:
                 held = 0
-                for begin, n, run, rest in placed:
+                for begin, n, run, rest in there:
                     end = begin + self.ticks[n]
                     held += run if begin <= at < end else rest if end <= at else 0
                 if held > room:
