@@ -44,6 +44,9 @@ def least_moved(placed: PlacedStage) -> tuple[int, bool, IntArray | None]:
         return plain + sum(least_node_in(placed, host_only=True)), False, None
     if not placed.groups_fit or placed.partial:  # only a bound that ignores groups
         return max(plain, 0), False, None
+    alone = placed.ranks_to_rows()
+    if alone is not None:
+        return total - int(placed.saved(alone, np.arange(len(alone))).sum()), True, alone
     values = placed.device_values
     nodes = placed.flow(values)
     upper = int(values.at(np.arange(len(nodes)), nodes).sum())

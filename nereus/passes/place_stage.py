@@ -19,6 +19,8 @@ from nereus.passes.step_cost import StepCost
 COARSE_ENTRIES = 1 << 18
 #: More entries than these are not listed: the table then guides no choice, and only plain bounds are given.
 MOST_ENTRIES = 1 << 22
+#: Ranks are assigned to devices one by one while types x ranks are at most so many.
+MOST_SINGLE_ENTRIES = 1 << 16
 #: A byte kept out of a node's NIC counts as so many that a device has already.
 NODE_WEIGHT = 64
 
@@ -239,6 +241,18 @@ class PlacedStage:
     def flow(self, values: NodeValues) -> IntArray:
         """Node of every group for the most value, the listed one among equals; -1: fits in none."""
         return most_valuable(values, self.slots, self.node_of_row[self.listed[self.ranks_of_group[:, 0]]])
+
+    def ranks_to_rows(self) -> IntArray | None:
+        """Without tensor parallelism ranks choose devices one by one, whatever their node: the rows that save the most
+        bytes of all. None with it, or where that is too large."""
+        if self.layout.tp > 1 or self.types.size > MOST_SINGLE_ENTRIES:
+            return None
+        row, rank, value = self.entries.pairs()
+        order = np.lexsort((row, rank))
+        values = NodeValues(
+            base=self.types.T, kind=self.type_of_row, unit=rank[order], node=row[order], excess=value[order]
+        )
+        return most_valuable(values, np.ones(len(self.devices), dtype=np.int64), self.listed)
 
     def blocks(self, values: NodeValues, node_of_group: IntArray) -> IntArray:
         """The groups of a node stay together, and these blocks choose nodes with as many GPUs: what crosses nodes in
