@@ -5,7 +5,7 @@
 The first plan is the one to begin with. The policy's responses grow as it learns; when the job wants to allow longer
 ones than the plan promises, it goes over to the next plan (``--at STEP ...``: to the next one at those steps, round
 and round). ``--kill STEP`` ends a process at that step: the others go on from the last boundary with ``--fallback``,
-and some steps later the job takes a new process in.
+and some steps later the job takes a new process in. The lines that begin with ``--`` are the changes.
 """
 
 from __future__ import annotations
@@ -106,6 +106,8 @@ def process(
             if job.leads:
                 print(f"-- a process is lost; back to step {lost_at}: {timeline(job.outcomes[-1])}", flush=True)
     if job.leads:
+        stopped_s = sum(sum(outcome.phases_s.values()) for outcome in job.outcomes[1:])
+        print(f"-- {num_steps} steps; {len(job.outcomes) - 1} changes stopped training for {stopped_s:.2f} s in all")
         Path(answer).write_text(json.dumps({"curve": job.loop["curve"], "plan": job.plan.path}))
     job.close()
 

@@ -18,7 +18,7 @@ from frameworks.harness import run  # noqa: E402
 from examples.ppo import algorithm, fixed  # noqa: E402
 from examples.ppo import loop as rl  # noqa: E402
 from examples.ppo.model import Cache, Llama, initialise  # noqa: E402
-from examples.ppo.plans import laid_out, load  # noqa: E402
+from examples.ppo.plans import alone, laid_out, load  # noqa: E402
 from examples.ppo.stages import sampling_numbers  # noqa: E402
 from examples.ppo.task import Counting  # noqa: E402
 from nereus.ir.plan import Plan  # noqa: E402
@@ -169,6 +169,15 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str
     found = run(4, _curves, folder, _plan("base"), init=False, timeout=500)
     assert all(result == found[0] for result in found), "every process has the same loop state"
     return {name: state.curve for name, state in found[0].items()}
+
+
+@pytest.mark.slow
+def test_grpo_learns_without_a_critic() -> None:
+    plan = alone(_plan("grpo"))
+    assert plan.find_stage("critic.train") is None
+    state = fixed.run(0, dist.HashStore(), fixed.options_of(plan, 12))
+    rewards = [point["reward"] for point in state.curve]
+    assert sum(rewards[-3:]) > 1.5 * sum(rewards[:3]), rewards
 
 
 @pytest.mark.procs
