@@ -15,6 +15,8 @@ TORCH ?= torch==2.13.0
 JOBS ?= 2
 # What to give the soak run: --runs, --timings, --seed.
 SOAK_ARGS ?=
+# What to give the chaos run: --runs, --seed.
+CHAOS_ARGS ?=
 # Another interpreter for `make test-python`, e.g. PY=python3.13.
 PY ?= python3.12
 # The environment of `make test-frameworks`, and what to give its pytest (a file, -k, ...).
@@ -35,7 +37,7 @@ INSTALL_INPUTS := pyproject.toml Makefile .ci/constraints.txt
 # Each test process is one worker; more threads than cores only slow them all down.
 TEST_ENV := OMP_NUM_THREADS=1
 
-.PHONY: help demo test test-frameworks check bench soak fmt test-python clean
+.PHONY: help demo test test-frameworks check bench soak chaos fmt test-python clean
 
 help:
 	@echo "make demo             a plan, its variant, the diff, and the change executed on local processes"
@@ -44,6 +46,7 @@ help:
 	@echo "make check            lint, formatting, types, import rule, file sizes"
 	@echo "make bench            compile times; transitions against bounds and baselines (BENCH_ARGS=--full: all of them)"
 	@echo "make soak             100,000 random transitions and timings in the simulator (SOAK_ARGS='--runs 2000': fewer)"
+	@echo "make chaos            200 faults in the processes of a living job (CHAOS_ARGS='--runs 20': fewer)"
 	@echo "make fmt              format the source"
 	@echo "make test-python      the compiler's tests, without torch, on another Python (PY=python3.12)"
 	@echo "make clean            remove .venv and all that was built"
@@ -103,6 +106,10 @@ bench: $(RUN_STAMP)
 
 soak: $(DEV_STAMP)
 	$(TEST_ENV) $(BIN)/python benchmarks/soak_sim.py $(SOAK_ARGS)
+
+# The living job: 200 faults at random points of random changes.
+chaos: $(DEV_STAMP)
+	$(TEST_ENV) $(BIN)/python benchmarks/chaos.py $(CHAOS_ARGS)
 
 # The core and the test tools, no torch: what a laptop has.
 test-python:

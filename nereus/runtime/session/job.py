@@ -297,7 +297,10 @@ class Job:
                     f"{key}/{number}", self._deadline_s, of=f"process {number} at the boundary", stop=self._member_lost
                 )
             self.record.first(key, self._ordered())
-        word = self.record.wait(key, self._deadline_s, of="the leader at the boundary", decided=True, stop=self._gone)
+        # The leader waits for the slowest, and may then wait for a new process.
+        word = self.record.wait(
+            key, 3 * self._deadline_s, of="the leader at the boundary", decided=True, stop=self._gone
+        )
         del self._snapshots[:-1]
         self._touched = False
         if not word:
@@ -514,7 +517,7 @@ class Job:
         try:
             word = self.record.wait(
                 f"{key}/epoch",
-                self._deadline_s,
+                2 * self._deadline_s,  # it may itself wait that long for a new process
                 of=f"process {survivors[0].number}, which leads now",
                 decided=True,
                 stop=lambda: self._losses.among(survivors[:1]),
