@@ -243,3 +243,26 @@ def install_megatron() -> None:
         return tensor.cpu().numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     dispatcher.maybe_move_tensor_to_cpu = to_cpu
+    _norms_of_sequence_parallelism()
+
+
+def _norms_of_sequence_parallelism() -> None:
+    """torch's norms where a rank has a part of the sequence: computed alike, and their weights marked for the sum of
+    gradients over tp, as TransformerEngine's norms are. Upstream refuses torch's there."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    upstream = WrappedTorchNorm.__new__
+    if upstream.__module__ == __name__:
+        return
+
+    def marked(cls: Any, config: Any, *args: Any, **more: Any) -> Any:
+        parallel, config.sequence_parallel = config.sequence_parallel, False
+        try:
+            norm: Any = upstream(cls, config, *args, **more)
+        finally:
+            config.sequence_parallel = parallel
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = parallel
+        return norm
+
+    WrappedTorchNorm.__new__ = marked  # type: ignore[method-assign]

@@ -49,6 +49,7 @@ class At:
     cp: int = 1  # over whole samples: Megatron's attention on a CPU does not split them
     vp: int | None = None
     ep: int = 1
+    etp: int = 1  # tensor parallelism of the experts
     first: int | None = None  # layers of the first stage
     optimizer: str | None = "distributed"  # or plain
     bf16: bool = False
@@ -64,6 +65,7 @@ class At:
         parts += [f"vp{self.vp}"] if self.vp else []
         parts += [f"first{self.first}"] if self.first else []
         parts += [f"ep{self.ep}"] if self.ep > 1 else []
+        parts += [f"etp{self.etp}"] if self.etp > 1 else []
         parts += [f"offload{self.offload:g}"] if self.offload is not None else []
         return " ".join((*parts, str(self.optimizer), "bf16" if self.bf16 else "fp32", *["precise"] * self.precise))
 
@@ -158,7 +160,7 @@ def start(at: At, seed: int = 1) -> None:
         at.vp,
         context_parallel_size=at.cp,
         expert_model_parallel_size=at.ep,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=at.etp,
     )
     _started.append([group for group in dist.distributed_c10d._world.pg_map if group not in before])
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
@@ -197,8 +199,11 @@ def build(
         options = {
             "num_moe_experts": moe.num_experts, "moe_router_topk": moe.experts_per_token,
             "moe_ffn_hidden_size": moe.expert_ffn, "expert_model_parallel_size": at.ep,
-            "expert_tensor_parallel_size": 1, "moe_token_dispatcher_type": "alltoall", "moe_aux_loss_coeff": 0.0,
-            "moe_router_load_balancing_type": "none",
+            "expert_tensor_parallel_size": at.etp, "moe_aux_loss_coeff": 0.0, "moe_router_load_balancing_type": "none",
+            # Behind an all-to-all, ranks of one expert gather unlike numbers of tokens, which gloo does not.
+            "moe_token_dispatcher_type": "alltoall" if at.etp == 1 else "allgather",
+            # Megatron trains no experts beside tensor parallelism without it.
+            "sequence_parallel": at.tp > 1,
         }  # fmt: skip
         if moe.router_bias:
             options |= {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
@@ -239,11 +244,12 @@ def build(
             normalization="RMSNorm",
         )
     if arch.mla is not None:
-        # Megatron's own attention core takes no latent heads; it has no weights, and nothing is computed here.
-        from megatron.core.transformer.identity_op import IdentityOp
+        from frameworks.latent_core import LatentCore
+        from torch import _dynamo
 
+        _dynamo.config.disable = True  # its fused functions, compiled, would ask the GPU what it is
         for layer in spec.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = IdentityOp
+            layer.submodules.self_attention.submodules.core_attention = LatentCore
     step = at.vocab_multiple * at.tp
     chunks: list[Any] = []
     for number in range(at.vp or 1):

@@ -128,7 +128,13 @@ MEGATRON: dict[str, tuple[Arch, At, dict[str, Any], set[str]]] = {
     "experts over tp": (
         SPARSE,
         At(tp=2, ep=2, vocab_multiple=128),
-        {"tp": 2, "ep": 2, "dp": 2, "zero": 1},
+        {"tp": 2, "ep": 2, "dp": 2, "zero": 1, "sp": True},
+        BUCKETS,
+    ),
+    "experts cut otherwise than the rest": (
+        SPARSE,
+        At(ep=2, etp=2, vocab_multiple=128),
+        {"ep": 2, "etp": 2, "dp": 4, "zero": 1},
         BUCKETS,
     ),
 }

@@ -15,6 +15,7 @@ import torch
 from frameworks.harness import run
 from frameworks.megatron_models import (
     DENSE,
+    LATENT,
     SPARSE,
     TIED,
     At,
@@ -132,6 +133,14 @@ CHAINS: dict[str, tuple[Arch, list[At]]] = {
     ),
     # Expert data parallelism of its own, and none: Megatron then counts experts among the dense parameters.
     "experts": (SPARSE, [At(ep=4), At(ep=2), At(ep=2, pp=2), At(), At(ep=4)]),
+    # Experts cut over ranks otherwise than the rest is, and beside expert parallelism. Where tp cuts the rest, Megatron
+    # trains experts with sequence parallelism only.
+    "expert tensor parallel": (
+        SPARSE,
+        [At(tp=2, ep=2), At(tp=2, etp=2), At(etp=4), At(ep=2, etp=2), At(tp=2, pp=2, etp=2)],
+    ),
+    # Latent attention, a dense first layer, shared experts, router biases that Megatron moves at every step.
+    "latent attention": (LATENT, [At(tp=2), At(pp=2), At(ep=4), At(tp=2, ep=2, etp=2), At(tp=4)]),
     # The distributed optimizer shards over dp x cp.
     "context parallel": (
         replace(DENSE, num_layers=2),

@@ -20,7 +20,7 @@ from frameworks import megatron_models as megatron
 from frameworks import mini_batch
 from frameworks.fsdp2_jobs import Layout
 from frameworks.harness import run
-from frameworks.megatron_models import DENSE, SPARSE, At, Trainer
+from frameworks.megatron_models import DENSE, LATENT, SPARSE, At, Trainer
 
 from nereus.ir.arch import Arch
 from nereus.models.batch import DEEPSPEED, MEAN, MicroBatch
@@ -240,8 +240,15 @@ def test_megatron() -> None:
     _check(exact, replace(EXACT, norm=1e-6), num_moves=3)
 
 
+def test_megatron_latent_attention() -> None:
+    """Router biases too, which Megatron moves by how many tokens an expert got."""
+    layouts = [At(tp=2), At(pp=2, ep=2), At(ep=4), At(tp=2, ep=2, etp=2)]
+    (chain,) = run(4, _chains, Megatron(LATENT), (layouts,), timeout=500)[0]
+    _check(chain, ROUNDING, num_moves=3)
+
+
 def test_megatron_experts() -> None:
-    layouts = [At(ep=4), At(ep=2), At(ep=2, pp=2), At(), At(ep=4)]
+    layouts = [At(ep=4), At(ep=2), At(ep=2, pp=2), At(), At(ep=2, etp=2)]
     (chain,) = run(4, _chains, Megatron(SPARSE), (layouts,), timeout=500)[0]
     _check(chain, ROUNDING, num_moves=4)
 
