@@ -71,7 +71,9 @@ class LocalProcesses:
         start_s: float = 60.0,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="nereus-job-")
-        environ = {**os.environ, **(env or {}), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        # torch warns of every wait on the store that ended by its deadline; faults say what matters of that.
+        environ = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **(env or {})}
+        environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
         self._store_process = _python("store", [], environ)
         assert self._store_process.stdout is not None
         self.port = int(self._store_process.stdout.readline() or 0)
