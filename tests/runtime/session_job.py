@@ -143,8 +143,11 @@ def main(
     fault: dict[str, Any] | None = None,
     deadline_s: float = 20.0,
     fallback: tuple[int, ...] = (),
+    requests: dict[int, int] | None = None,
+    spawns: bool = True,
 ) -> None:
     """``changes``: after step s to plan number p. ``fault``: {"device", "phase" | "step", "kind", "epoch"}.
+    ``requests``: after step s one process asks for plan number p, to be served at that boundary or the next.
     ``fallback``: plans to try after a loss: the first that needs no lost device."""
     torch.set_num_threads(1)
     # A process that replaces another is not to fail as that one did.
@@ -188,7 +191,7 @@ def main(
         device=device,
         deadline_s=deadline_s,
         snapshots=True,
-        spawn=spawn,
+        spawn=spawn if spawns else None,
         journal=Path(folder, f"journal-{device}-{os.getpid()}"),
         on_phase=on_phase,
     )
@@ -227,7 +230,11 @@ def main(
                         if not job.whole:
                             raise aborted.outcome.fault from None
                 else:
-                    job.boundary()
+                    # One process asks, another one leads.
+                    if (wanted := (requests or {}).get(step)) is not None and device == "n0.gpu1":
+                        job.request(plans[wanted])
+                    if (outcome := job.boundary()) is not None:
+                        log.append(f"boundary {outcome.epoch} at {step}: {outcome.fault}")
             except COMMUNICATION as error:
                 log.append(f"failed at {step}: {error}")
                 outcome = job.recover(error, replan)

@@ -42,6 +42,14 @@ def with_engine(name: str, *, trained: dict[str, int], served: dict[str, int]) -
     return replace(make_plan(*stages, on=on, models=(actor,)), path=name)
 
 
+def elsewhere() -> Plan:
+    """On a machine that has no process of the job."""
+    found = plan("elsewhere", 4)
+    on = cluster(4, 4)
+    (only,) = found.stages
+    return replace(found, cluster=on, stages=(replace(only, devices=(*on.devices[1:4], on.devices[4])),))
+
+
 PLANS = (
     plan("tp2", 2, tp=2),
     plan("tp2 dp2", 4, tp=2),
@@ -54,8 +62,10 @@ PLANS = (
     plan("without gpu0", 3, first=1),
     with_engine("engine tp2", trained={"tp": 1, "pp": 2}, served={"tp": 2}),
     with_engine("engine tp1", trained={"tp": 2}, served={"tp": 1}),
+    elsewhere(),
 )
-TP2, DP2, PP2, TP4, UNEVEN, ONE, DP4, WITHOUT_3, WITHOUT_0, ENGINE_TP2, ENGINE_TP1 = range(len(PLANS))
+TP2, DP2, PP2, TP4, UNEVEN, ONE, DP4, WITHOUT_3, WITHOUT_0, ENGINE_TP2, ENGINE_TP1 = range(len(PLANS) - 1)
+ELSEWHERE = len(PLANS) - 1
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +86,10 @@ def run(
 ) -> list[Any]:
     """What ``expect`` processes left, as JSON."""
     changes = {step: number + 1 for step, number in args.pop("changes", {}).items()}
+    requests = {step: number + 1 for step, number in args.pop("requests", {}).items()}
     fallback = tuple(number + 1 for number in args.pop("fallback", ()))
     words = {"plans": (PLANS[first], *PLANS), "changes": changes, "fallback": fallback, "folder": str(folder), **args}
-    words["name"] = folder.name
+    words |= {"name": folder.name, "requests": requests}
     pids = [processes.spawn(f"n0.gpu{number}", name=folder.name, args=words) for number in range(devices)]
     end = time.monotonic() + wait_s
     while len(list(folder.glob("result-*.json"))) < expect and time.monotonic() < end:
@@ -104,6 +115,22 @@ def test_changes_one_after_another(processes: LocalProcesses, tmp_path: Path) ->
     good(results, "tp2 dp2", 4)
     journals = [[e.event for e in read_journal(p)] for p in tmp_path.glob("journal-*")]
     assert max(events.count("committed") for events in journals) == 7 and not any("aborted" in e for e in journals)
+
+
+@pytest.mark.parametrize("spawns", [True, False])
+def test_requests_are_served_once_each(processes: LocalProcesses, tmp_path: Path, spawns: bool) -> None:
+    """By whoever leads: after the first leader is lost the next one knows what was served. Then a plan for a device
+    that nobody serves: a process is started for it, or, where none can be, it is refused in all processes alike."""
+    fault = {"device": "n0.gpu0", "step": 4, "kind": "kill"}
+    words: dict[str, Any] = {"first": DP2, "steps": 8, "changes": {}, "requests": {1: DP4, 6: ELSEWHERE}}
+    last, count = (PLANS[ELSEWHERE], 4) if spawns else (PLANS[WITHOUT_0], 3)
+    results = run(processes, tmp_path, expect=count, fault=fault, fallback=(WITHOUT_0,), spawns=spawns, **words)
+    good(results, last.path, count)
+    for result in results:
+        served = [line for line in result["log"] if line.startswith("boundary")]
+        if result["log"]:  # the new process has none
+            assert len(served) == 2 and served[0].endswith("None"), result
+            assert served[1].endswith("None") == spawns and ("no process serves n1.gpu0" in served[1]) != spawns, result
 
 
 def test_an_engine_gets_every_steps_weights(processes: LocalProcesses, tmp_path: Path) -> None:

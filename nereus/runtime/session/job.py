@@ -303,6 +303,10 @@ class Job:
         )
         del self._snapshots[:-1]
         self._touched = False
+        if isinstance(word, str):  # the plan that was asked for cannot be begun
+            refused = Outcome(epoch=self._ended, plan=self.plan, fault=Fault.decode(word), phases_s={})
+            self.outcomes.append(refused)
+            return refused
         if not word:
             return None
         return self._change(self.record.decided(f"epoch/{word}/command"))
@@ -320,15 +324,24 @@ class Job:
             raise Aborted(outcome)
         return outcome
 
-    def _ordered(self) -> int:
-        """The leader: the number of the epoch to begin at this boundary, 0 for none."""
+    def _ordered(self) -> int | str:
+        """The leader: the number of the epoch to begin at this boundary, 0 for none; a fault's text where the plan that
+        is asked for cannot be begun."""
         plan, self._requested = self._requested, None
         while plan is None:
-            plan = self.record.get(f"request/{self._asked + 1}")
-            if plan is None:
+            asked = self.record.get(f"request/{self._asked + 1}")
+            if asked is None:
                 return 0
             self._asked += 1
-        return self._tell(self._command(plan, self.members, self.version, "asked for"))
+            # Another one may have led, and served it.
+            if self.record.first(f"request/{self._asked}/taken", self.me.number) == self.me.number:
+                plan = asked
+        try:
+            return self._tell(self._command(plan, self.members, self.version, "asked for"))
+        except Fault as fault:
+            if fault.code != CANNOT_START:
+                raise
+            return fault.encode()
 
     def _tell(self, command: Command) -> int:
         """The leader: ``command`` becomes the next epoch's; its number. One that was begun and not ended is ended: it
