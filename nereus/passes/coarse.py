@@ -4,8 +4,9 @@ No atoms, no intervals of tensors, no loop over devices: every figure is a close
 GPUs or nodes at once (``coarse_grid``, ``coarse_regions``). For searches over plans; what is executed is compiled.
 
 Exact for the placement that the plans list: bytes of slots that are not sharded over data parallelism, where degrees
-divide what they cut. Estimated: shares of flat buffers under another tensor parallelism (average over a layer), what
-leaves a holder, memory (no staging), and the engine's room beside training. ``place`` may find a better placement than
+divide what they cut; what enters a node where one copy makes weights that another one there wants is at most that much
+less. Estimated: shares of flat buffers under another tensor parallelism (average over a layer), what leaves a holder,
+memory (no staging), and the engine's room beside training. ``place`` may find a better placement than
 the listed one; the estimate does not look for it.
 """
 

@@ -14,6 +14,7 @@ from nereus.ir.diagnostic import DiagnosticError
 from nereus.ir.plan import ORDER_MEGATRON, Plan
 from nereus.ir.units import GIB
 from nereus.models.presets import preset
+from nereus.models.tensors import num_params
 from nereus.passes.coarse import coarse, forget
 from nereus.passes.compiled import Transition
 from nereus.passes.pipeline import compile_transition
@@ -58,7 +59,21 @@ def test_unsharded_state_is_exact(pair: tuple[Plan, Plan]):
     certificate = found.certificate
     shown = f"\n{describe(found.old)}\n->\n{describe(found.new)}"
     assert guess.moved_bytes == certificate.moved_bytes, shown
-    assert guess.node_in_bytes_max == certificate.bound_node_in_bytes_max, shown
+    bound = certificate.bound_node_in_bytes_max
+    assert bound <= guess.node_in_bytes_max <= bound + made_beside_others(found.new), shown
+
+
+def made_beside_others(plan: Plan) -> int:
+    """Bytes of weights that one copy makes from its masters on a node where another copy wants them, or parts of them:
+    how much of that need not come from outside, the estimate does not know. 0 where it is exact."""
+    found = 0
+    for one in plan.owners():
+        beside = [s for s in plan.owners() if s.model == one.model and s.name != one.name]
+        nodes = {d.node for s in beside for d in s.ranks} & {d.node for d in one.ranks}
+        if nodes and any(slot.name == "master" for slot in one.slots):
+            model = plan.model(one.model)
+            found += num_params(model.arch, model.head) * 2
+    return found
 
 
 @examples(25)
