@@ -84,12 +84,14 @@ def move(
     # Everything through the group's own store and ranks: a process may stand in worlds of several jobs, where torch's
     # object collectives would take its rank in its own job's world for its rank here.
     group = dist.group.WORLD if group is None else group
-    return move_among(
+    store = dist.distributed_c10d._get_process_group_store(group)
+    name = f"nereus/move/{next(_counts.setdefault(group, itertools.count()))}"
+    prepared = prepare_among(
         old,
         new,
         tensors,
-        store=dist.distributed_c10d._get_process_group_store(group),
-        name=f"nereus/move/{next(_counts.setdefault(group, itertools.count()))}",
+        store=store,
+        name=name,
         rank=group.rank(),
         size=group.size(),
         drop=drop,
@@ -97,41 +99,6 @@ def move(
         model=model,
         deadline_s=deadline_s,
         gpu=gpu,
-    )
-
-
-def move_among(
-    old: Side,
-    new: Side,
-    tensors: Sequence[LogicalTensor],
-    *,
-    store: Any,
-    name: str,
-    rank: int,
-    size: int,
-    drop: Sequence[str] = (),
-    check_replicas: bool = True,
-    model: str = "model",
-    deadline_s: float = 60.0,
-    gpu: str = DEFAULT_GPU,
-    stop: Callable[[], Exception | None] = lambda: None,
-) -> ExecutionReport:
-    """The same among ``size`` processes that share ``store`` and no group. ``name``: of this move, unique in the
-    store. ``stop``: asked while this process waits for others' words; what it returns is raised."""
-    prepared = prepare_among(
-        old,
-        new,
-        tensors,
-        store=store,
-        name=name,
-        rank=rank,
-        size=size,
-        drop=drop,
-        check_replicas=check_replicas,
-        model=model,
-        deadline_s=deadline_s,
-        gpu=gpu,
-        stop=stop,
     )
     return prepared.run(store, name, deadline_s)
 
@@ -186,7 +153,9 @@ def prepare_among(
     gpu: str = DEFAULT_GPU,
     stop: Callable[[], Exception | None] = lambda: None,
 ) -> Prepared:
-    """All of ``move_among`` but the move. Raises MoveError, the same in every process."""
+    """All of ``move`` but the move, among ``size`` processes that share ``store`` and need no group. ``name``: of this
+    move, unique in the store. ``stop``: asked while this process waits for others' words; what it returns is raised.
+    Raises MoveError, the same in every process."""
     said = _Exchange(dist.PrefixStore(name, store), rank, size, deadline_s, stop)
     broken: Exception | None = None
     before: Binding | None = None

@@ -62,8 +62,7 @@ def check_bounds(case: Case, bounds: Bounds) -> str:
         raise Violation(f"bound_transfer_s is {bound_s:.6g}, and no port is busy for more than {most_s:.6g} s")
     if said.seconds("best_bound_transfer_s") > bound_s * (1 + _CLOSE):
         raise Violation("best_bound_transfer_s is above bound_transfer_s")
-    stated = "placement_s" in case.document.certificate  # not in files of before
-    if stated and said.seconds("best_bound_placement_s") > said.seconds("placement_s") * (1 + _CLOSE):
+    if said.seconds("best_bound_placement_s") > said.seconds("placement_s") * (1 + _CLOSE):
         raise Violation("best_bound_placement_s is above placement_s")
     if said.count("best_bound_peak_bytes_max") > said.count("bound_peak_bytes_max"):
         raise Violation("best_bound_peak_bytes_max is above bound_peak_bytes_max")

@@ -8,7 +8,6 @@ weights are those that the unmoved trainer computes.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -25,11 +24,9 @@ from frameworks.megatron_models import (
     randomise,
     whole_of,
 )
+from frameworks.megatron_moves import agree, hand_over
 
 from nereus.ir.arch import Arch
-from nereus.models.tensors import logical_tensors
-from nereus.runtime.adapters.whole import Whole
-from nereus.runtime.live import move
 
 
 def _along(rank: int, world: int, arch: Arch, layouts: list[At]) -> list[str]:
@@ -42,36 +39,16 @@ def _along(rank: int, world: int, arch: Arch, layouts: list[At]) -> list[str]:
         for _ in range(2):
             trainer.step(number)
             number += 1
-        old = trainer.adapter()
-        binding, job = old.bind(), old.job_state()
-        before = whole_of(binding, arch)
-        counted = compare_with_metadata(trainer, before)
+        counted = compare_with_metadata(trainer, whole_of(trainer.adapter().bind(), arch))
         _clear_padding(trainer)
-        # What the unmoved trainer does next; then back to where it was.
-        memory = [m.clone() for m in binding.memory]
-        expected = trainer.step(number)
-        after = whole_of(old.bind(), arch)  # where gathers overlap, binding ends them
-        for here, saved in zip(binding.memory, memory, strict=True):
-            here.copy_(saved)
-        old.finish(job)
-
-        moved = build(arch, target, seed=99)
-        new = moved.adapter()
-        filled = new.bind()
-        move(binding, filled, logical_tensors(arch))
-        new.finish(job)
-        for condition in new.checklist():
-            assert condition.check() is None, (target, condition.name, condition.check())
-        arrived = whole_of(filled, arch)
-        assert arrived.keys() == before.keys()
-        for key, values in before.items():
-            assert torch.equal(arrived[key], values), (target, key)
-        counted += compare_with_metadata(moved, arrived)
-        assert new.job_state() == job
+        change = hand_over(trainer, arch, target, number)
+        moved = change.trainer
+        counted += compare_with_metadata(moved, change.arrived)
         same_padding = _padded(arch, trainer.at) == _padded(arch, target)
         result = moved.step(number)
         if same_padding:
-            _agree(expected, result, after, whole_of(new.bind(), arch), bf16=target.bf16)
+            here = whole_of(moved.adapter().bind(), arch)
+            agree(change.expected, result, change.after, here, bf16=target.bf16)
         number += 1
         notes.append(f"{trainer.at} -> {target}: {counted} tensors by metadata, loss {result[0]:.5f}")
         trainer = moved
@@ -92,16 +69,6 @@ def _clear_padding(trainer: Trainer) -> None:
         covered[f.storage][f.origin + position // f.num_cols * f.stride + position % f.num_cols] = True
     for data, known in zip(binding.memory, covered, strict=True):
         data[~known] = 0
-
-
-def _agree(expected: Any, result: Any, after: Whole, here: Whole, *, bf16: bool) -> None:
-    assert result[2] == expected[2]  # lr
-    loose = 2e-2 if bf16 else 2e-5
-    assert result[0] == pytest.approx(expected[0], rel=loose)
-    assert result[1] == pytest.approx(expected[1], rel=loose)
-    for key, values in after.items():
-        if key[1] in ("exp_avg", "master", "weight") and not bf16:
-            torch.testing.assert_close(here[key], values, rtol=1e-3, atol=2e-5)
 
 
 CHAINS: dict[str, tuple[Arch, list[At]]] = {

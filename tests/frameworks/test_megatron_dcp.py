@@ -15,11 +15,13 @@ from frameworks.megatron_models import DENSE, SPARSE, TIED, At, Trainer, build, 
 
 from nereus.ir.arch import Arch
 from nereus.models.naming.megatron import MegatronNaming
+from nereus.models.tensors import logical_tensors
 from nereus.runtime.adapters import dcp
 from nereus.runtime.adapters.base import BindError
 from nereus.runtime.adapters.regions import copy_regions
+from nereus.runtime.live import move
 
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+FULLY, ALONG_BUCKETS = "fully_reshardable", "dp_reshardable"
 CASES: dict[str, tuple[Arch, At, At]] = {
     "bf16": (DENSE, At(tp=2, pp=2, bf16=True), At(tp=4, bf16=True)),
     "fp32, uneven stages": (DENSE, At(pp=2, first=1), At(tp=2)),
@@ -28,25 +30,28 @@ CASES: dict[str, tuple[Arch, At, At]] = {
 }
 
 
-def _state(trainer: Trainer, *, loading: bool) -> dict[str, Any]:
+def _state(trainer: Trainer, *, loading: bool, kind: str = FULLY) -> dict[str, Any]:
     (chunk,) = trainer.chunks
     while hasattr(chunk, "module"):
         chunk = chunk.module
     model = chunk.sharded_state_dict()
-    optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=loading, metadata=METADATA)
+    optimizer = trainer.optimizer.sharded_state_dict(
+        model, is_loading=loading, metadata={"distrib_optim_sharding_type": kind}
+    )
     return {"model": model, "optimizer": optimizer}
 
 
-def _loaded(trainer: Trainer, folder: str) -> None:
+def _loaded(trainer: Trainer, folder: str, kind: str = FULLY) -> None:
     """By Megatron itself."""
     from megatron.core import dist_checkpointing
 
-    found = dist_checkpointing.load(_state(trainer, loading=True), folder)
+    found = dist_checkpointing.load(_state(trainer, loading=True, kind=kind), folder)
     (chunk,) = trainer.chunks
     while hasattr(chunk, "module"):
         chunk = chunk.module
     chunk.load_state_dict(found["model"])
-    trainer.optimizer.load_state_dict(found["optimizer"])
+    with torch.no_grad():  # Megatron writes masters of fp32 parameters in place
+        trainer.optimizer.load_state_dict(found["optimizer"])
 
 
 def _through(rank: int, world: int, folder: str, arch: Arch, first: At, second: At) -> tuple[int, str]:
@@ -63,11 +68,7 @@ def _through(rank: int, world: int, folder: str, arch: Arch, first: At, second: 
         Path(f"{folder}.buckets").mkdir()
     dist.barrier()
     dist_checkpointing.save(_state(source, loading=False), folder)
-    state = _state(source, loading=False)
-    state["optimizer"] = source.optimizer.sharded_state_dict(
-        state["model"], metadata={"distrib_optim_sharding_type": "dp_reshardable"}
-    )
-    dist_checkpointing.save(state, f"{folder}.buckets")
+    dist_checkpointing.save(_state(source, loading=False, kind=ALONG_BUCKETS), f"{folder}.buckets")
     dist.barrier()
 
     target = build(arch, second, seed=9)
@@ -86,6 +87,15 @@ def _through(rank: int, world: int, folder: str, arch: Arch, first: At, second: 
     theirs = whole_of(other.adapter().bind(), arch)
     for key, values in theirs.items():
         assert torch.equal(arrived[key], values), key
+    # Along buckets only Megatron knows what is where, and only at the tp and pp of the writer: from there it is moved.
+    there = build(arch, first, seed=13)
+    _loaded(there, f"{folder}.buckets", ALONG_BUCKETS)
+    last = build(arch, second, seed=15).adapter().bind()
+    move(there.adapter().bind(), last, logical_tensors(arch))
+    moved = whole_of(last, arch)
+    assert moved.keys() == before.keys()
+    for key, values in before.items():
+        assert torch.equal(moved[key], values), key
     said = ""
     try:
         dcp.bind(f"{folder}.buckets", naming, rank=rank)

@@ -14,15 +14,13 @@ import pytest
 import torch
 from frameworks.harness import run
 from frameworks.megatron_models import DENSE, SPARSE, At, Trainer, build, randomise, whole_of
-from frameworks.test_megatron import _agree
+from frameworks.megatron_moves import agree, hand_over
 
 from nereus import describe
-from nereus.models.tensors import logical_tensors
 from nereus.runtime.adapters import megatron_hybrid
 from nereus.runtime.adapters.base import BindError, Binding
 from nereus.runtime.coordinates import from_megatron
 from nereus.runtime.describe import LiveStage
-from nereus.runtime.live import move
 
 SMALL = replace(DENSE, num_layers=2)
 
@@ -73,34 +71,14 @@ def _along(rank: int, world: int, arch: Any, layouts: list[At]) -> list[tuple[st
         for _ in range(2):
             trainer.step(number)
             number += 1
-        old = trainer.adapter()
-        binding, job = old.bind(), old.job_state()
-        assert {values["step"] for values in job["groups"].values()} == {number}
-        before = whole_of(binding, arch)
-        memory = [m.clone() for m in binding.memory]
-        expected = trainer.step(number)
-        after = whole_of(old.bind(), arch)
-        for here, saved in zip(binding.memory, memory, strict=True):
-            here.copy_(saved)
-        old.finish(job)
-
-        moved = build(arch, target, seed=99)
-        new = moved.adapter()
-        filled = new.bind()
-        move(binding, filled, logical_tensors(arch))
-        new.finish(job)
-        for condition in new.checklist():
-            assert condition.check() is None, (target, condition.name, condition.check())
-        arrived = whole_of(filled, arch)
-        assert arrived.keys() == before.keys()
-        for key, values in before.items():
-            assert torch.equal(arrived[key], values), (target, key)
-        assert new.job_state() == job
+        change = hand_over(trainer, arch, target, number)
+        moved, after = change.trainer, change.after
+        assert {values["step"] for values in change.job["groups"].values()} == {number}
         if target.offload is not None:
-            found.append((str(target), *_check_places(moved, filled)))
+            found.append((str(target), *_check_places(moved, change.filled)))
         result = moved.step(number)
-        here = whole_of(new.bind(), arch)
-        _agree(expected, result, after, here, bf16=target.bf16)
+        here = whole_of(moved.adapter().bind(), arch)
+        agree(change.expected, result, after, here, bf16=target.bf16)
         if replace(target, offload=trainer.at.offload) == trainer.at:  # the same sums, stepped elsewhere
             for key, values in after.items():
                 if key[1] != "weight":

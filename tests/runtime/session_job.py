@@ -227,7 +227,7 @@ def main(
                     except Aborted as aborted:
                         assert aborted.outcome.fault is not None
                         log.append(f"aborted at {step}: {aborted.outcome.fault.code} {aborted.outcome.fault}")
-                        if not job.whole:
+                        if not job.all_alive:
                             raise aborted.outcome.fault from None
                 else:
                     # One process asks, another one leads.

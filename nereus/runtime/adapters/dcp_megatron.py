@@ -4,7 +4,7 @@ A key has no layer or expert number where all layers are alike: the tensor has t
 is the parameter at tp 1 (grouped rows of q, k, v; gate rows, then up rows). The vocabulary is padded as it was where
 the checkpoint was written; padded rows are no state. The optimizer's ``fully_reshardable`` form has the same shapes
 under ``optimizer.state.<slot>.``, ``param`` being the fp32 masters. Its other forms are cut along Megatron's own
-buckets and are refused.
+buckets and are refused: Megatron loads them at the tp and pp of the writer, and a live move goes on from there.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def stacked(key: str, shape: tuple[int, ...], naming: MegatronNaming) -> Stacked
     """Raises UnknownParameter for keys of the optimizer's other forms, and shapes with too few axes."""
     if _BUCKETS.match(key):
         raise UnknownParameter(
-            "the optimizer was saved along Megatron's buckets; save it with distrib_optim_sharding_type = "
+            "the optimizer was saved along Megatron's buckets (dp_reshardable), which only Megatron can read, at the "
+            "tp and pp of the writer: load it there and move on, save it with distrib_optim_sharding_type = "
             "'fully_reshardable', or pass ignore for its keys"
         )
     optimizer = _OPTIMIZER.fullmatch(key)

@@ -28,7 +28,7 @@ from nereus.runtime.adapters.base import Adapter
 from nereus.runtime.executor import ExecutionFailed
 from nereus.runtime.faults import CANNOT_START, PARTICIPANT_FAILED, VETOED, WRONG_AFTER, WRONG_STATE, Fault
 from nereus.runtime.groups import Groups, give_up
-from nereus.runtime.live import ALL, MoveError, move_among
+from nereus.runtime.live import ALL, MoveError, prepare_among
 from nereus.runtime.session.journal import Journal
 from nereus.runtime.session.members import BoundStage, Command, Losses, View
 from nereus.runtime.session.record import Record
@@ -278,12 +278,13 @@ class Change:
             held = self.old.stages.get(source) if self.old is not None else None
             adapter = self.built.adapters.get(stage.name)
             try:
-                report = move_among(
+                name = f"{self.key}/move/{stage.name}"
+                prepared = prepare_among(
                     held.binding if held is not None else None,
                     adapter.bind if adapter is not None else None,
                     tensors_of(self.command.plan.model(stage.model)),
                     store=self.record.store,
-                    name=f"{self.key}/move/{stage.name}",
+                    name=name,
                     rank=numbers.index(self.record.me),
                     size=len(numbers),
                     drop=() if source == stage.name else (ALL,),
@@ -291,6 +292,7 @@ class Change:
                     deadline_s=self.deadline_s,
                     stop=self._ended,
                 )
+                report = prepared.run(self.record.store, name, self.deadline_s)
             except (MoveError, ExecutionFailed) as error:
                 fault = error.fault if isinstance(error, ExecutionFailed) else Fault(WRONG_STATE, str(error))
                 raise Fault(fault.code, f"{stage.name}: {fault.text}", where=fault.where or "job") from None

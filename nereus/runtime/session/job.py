@@ -19,22 +19,20 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from nereus.ir.cluster import Device
-from nereus.ir.diagnostic import DiagnosticError
 from nereus.ir.plan import Plan
 from nereus.passes.place import pin
 from nereus.runtime.adapters.base import Adapter
 from nereus.runtime.executor import ExecutionFailed
 from nereus.runtime.faults import (
     CANNOT_START,
-    DEADLINE,
     EXPELLED,
     PARTICIPANT_FAILED,
-    PROCESS_ENDED,
     WRONG_STATE,
     Fault,
 )
@@ -51,9 +49,9 @@ from nereus.runtime.session.members import (
     View,
     device_of,
     joined,
-    report_loss,
 )
 from nereus.runtime.session.record import Record
+from nereus.runtime.session.recovery import Turn
 from nereus.runtime.session.snapshot import Snapshot, copied, live
 
 #: Old plan and lost devices -> the plan to go on with.
@@ -178,7 +176,7 @@ class Job:
         return self._built is not None
 
     @property
-    def whole(self) -> bool:
+    def all_alive(self) -> bool:
         """Whether all members still run, as far as anyone has said."""
         return self._losses.among(self.members) is None
 
@@ -186,10 +184,12 @@ class Job:
     def leads(self) -> bool:
         return bool(self.members) and self.members[0].number == self.me.number
 
-    def updating(self) -> _Updating:
-        """``with job.updating():`` around what writes weights: a failure inside leaves nothing that counts, but for
-        the snapshot of the last boundary."""
-        return _Updating(self)
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """``with job.updating():`` around what writes weights: until the next boundary the objects do not count, but
+        for the snapshot of the last one."""
+        self._touched = True
+        yield
 
     def sync(self, source: str, target: str) -> int:
         """The weights of stage ``source`` into stage ``target`` of the same model, bit for bit, in all processes of the
@@ -471,11 +471,29 @@ class Job:
             self._built.groups.abort(str(error))
         while len(self.members) > 1:
             self._turn += 1
-            survivors = self._survivors(self._turn)
+            turn = Turn(
+                record=self.record,
+                losses=self._losses,
+                members=self.members,
+                key=f"epoch/{self.epoch}/recovery/{self._turn}",
+                deadline_s=self._deadline_s,
+            )
+            try:
+                survivors = turn.survivors(self._versions())
+            except Fault as fault:
+                if fault.code == EXPELLED:
+                    self._journal.write(self.epoch, "left")
+                raise
             if len(survivors) == len(self.members):
                 raise error
             gone = tuple(m.device for m in self.members if m not in survivors)
-            epoch = self._announce(self._turn, survivors, gone, replan)
+            self._journal.write(self.epoch, "lost", devices=_names(gone))
+
+            def lead(turn: Turn = turn, survivors: tuple[Member, ...] = survivors, gone: Any = gone) -> int:
+                plan, version = pin(replan(self.plan, gone)), turn.common_version(survivors)
+                return self._tell(self._command(plan, survivors, version, f"lost {_names(gone)}"))
+
+            epoch = turn.agreed_epoch(survivors, lead)
             if epoch is None:  # the leader is lost too
                 continue
             outcome = self._change(self.record.decided(f"epoch/{epoch}/command"), serving=False)
@@ -486,73 +504,12 @@ class Job:
                 raise outcome.fault
         raise Fault(PARTICIPANT_FAILED, "no other process is left", where=self.record.where) from error
 
-    def _survivors(self, turn: int) -> tuple[Member, ...]:
-        """Whoever speaks within the deadline; the first complete list counts. A provider's word makes it shorter."""
-        key = f"epoch/{self.epoch}/recovery/{turn}"
-        self.record.put(f"{key}/alive/{self.me.number}", tuple(self._versions()))
-        end = time.monotonic() + self._deadline_s
-        while (agreed := self.record.decided(f"{key}/members")) is None:
-            self._losses.look()
-            waited = [m for m in self.members if not self._losses.has(m)]
-            there = [m for m in waited if self.record.get(f"{key}/alive/{m.number}") is not None]
-            if len(there) == len(waited) or time.monotonic() > end:
-                agreed = self.record.first(f"{key}/members", tuple(m.number for m in there))
-                break
-            time.sleep(0.01)
-        for member in self.members:
-            if member.number not in agreed and not self._losses.has(member):
-                report_loss(self.record, member.number)
-        if self.me.number not in agreed:
-            self._journal.write(self.epoch, "left")
-            raise Fault(EXPELLED, "the others went on without this process", where=self.record.where)
-        return tuple(m for m in self.members if m.number in agreed)
-
     def _versions(self) -> list[int]:
+        """The boundaries whose state this process holds."""
         known = {snapshot.version for snapshot in self._snapshots}
         if self._built is not None and not self._touched and not self._keep:
             known.add(self.version)
         return sorted(known)
-
-    def _announce(self, turn: int, survivors: Sequence[Member], gone: tuple[Device, ...], replan: Replan) -> int | None:
-        """The number of the epoch that the survivors begin, as their leader says it; None where that one is lost."""
-        key = f"epoch/{self.epoch}/recovery/{turn}"
-        if survivors[0].number == self.me.number:
-            try:
-                said = [set(self.record.get(f"{key}/alive/{m.number}")) for m in survivors]
-                plan = pin(replan(self.plan, gone))
-                word: object = self._tell(self._command(plan, survivors, self._common(said), f"lost {_names(gone)}"))
-            except DiagnosticError as problem:
-                first = problem.diagnostics[0]
-                word = Fault(first.code, first.headline, where="job").encode()
-            except Exception as problem:
-                word = Fault.of(problem, self.record.where).encode()
-            self.record.first(f"{key}/epoch", word)
-        try:
-            word = self.record.wait(
-                f"{key}/epoch",
-                2 * self._deadline_s,  # it may itself wait that long for a new process
-                of=f"process {survivors[0].number}, which leads now",
-                decided=True,
-                stop=lambda: self._losses.among(survivors[:1]),
-            )
-        except Fault as fault:
-            if fault.code not in (PROCESS_ENDED, DEADLINE):
-                raise
-            report_loss(self.record, survivors[0].number)
-            return None
-        if isinstance(word, str):
-            raise Fault.decode(word)
-        assert isinstance(word, int)
-        return word
-
-    def _common(self, said: Sequence[set[int]]) -> int:
-        """The newest version that all who hold any have."""
-        holding = [versions for versions in said if versions]
-        common = set.intersection(*holding) if holding else set()
-        if not common:
-            text = "no boundary is held by all survivors; use snapshots=True, or start again from a checkpoint"
-            raise Fault(WRONG_STATE, text, where="job")
-        return max(common)
 
     def close(self) -> None:
         """In good order, at the end of the script."""
@@ -560,17 +517,6 @@ class Job:
             self._built.groups.close(self._deadline_s)
             self._built = None
         self._journal.close()
-
-
-class _Updating:
-    def __init__(self, job: Job) -> None:
-        self._job = job
-
-    def __enter__(self) -> None:
-        self._job._touched = True
-
-    def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
-        """The objects count again from the next boundary on."""
 
 
 def _devices(plan: Plan) -> tuple[Device, ...]:

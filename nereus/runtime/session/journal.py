@@ -76,8 +76,3 @@ def read_journal(path: str | os.PathLike[str]) -> Iterator[Entry]:
                 yield Entry(at=said.pop("at"), epoch=said.pop("epoch"), event=said.pop("event"), more=said)
             except (ValueError, KeyError, AttributeError):
                 continue
-
-
-def last_epoch(path: str | os.PathLike[str]) -> int:
-    """The newest epoch whose plan this process served; 0 where there is none."""
-    return max((e.epoch for e in read_journal(path) if e.event == "committed"), default=0)

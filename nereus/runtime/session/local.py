@@ -26,13 +26,13 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed
 
 from nereus.ir.cluster import Device
 from nereus.runtime.codec import encode
-from nereus.runtime.faults import CANNOT_START, Fault
+from nereus.runtime.faults import CANNOT_START, STORE_LOST, Fault
 from nereus.runtime.session.members import device_of, report_loss
 from nereus.runtime.session.record import Record
 
@@ -40,18 +40,6 @@ from nereus.runtime.session.record import Record
 dist: Any = torch.distributed
 
 _POLL_S = 0.02
-
-
-class ProcessProvider(Protocol):
-    """Who owns a job's processes: this launcher, torchrun, Ray, a framework's worker groups."""
-
-    def spawn(self, device: str | Device) -> int:
-        """A process for ``device``, which will attach to the job. Its pid."""
-        ...
-
-    def retire(self, pid: int) -> None:
-        """End a process that no plan needs."""
-        ...
 
 
 class LocalProcesses:
@@ -89,7 +77,6 @@ class LocalProcesses:
         self._nursery = _python("nursery", [str(job), str(out)], environ, pass_fds=(out,))
         os.close(out)
         self.codes: dict[int, int] = {}  # of processes that have ended; -9: killed
-        self.device_of: dict[int, str] = {}
         self._name, self._args = name, dict(args or {})
         self._jobs = {name: (self.record, self._args)}
         self._job_of: dict[int, str] = {}  # by pid
@@ -118,12 +105,8 @@ class LocalProcesses:
             if not self._lock.wait_for(lambda: number in self._pids or self._gone, timeout=120.0) or self._gone:
                 raise Fault(CANNOT_START, f"no process was started for {device}")
             pid = self._pids[number]
-            self.device_of[pid] = str(device)
             self._job_of[pid] = name
             return pid
-
-    def retire(self, pid: int) -> None:
-        self.kill(pid, signal.SIGTERM)
 
     def kill(self, pid: int, number: int = signal.SIGKILL) -> None:
         with self._lock:
@@ -197,14 +180,17 @@ class LocalProcesses:
         while not self._closing:
             with self._lock:
                 jobs = dict(self._jobs)
-            try:
-                for name, (record, args) in jobs.items():
-                    number = self._asked.get(name, 0) + 1
+            for name, (record, args) in jobs.items():
+                number = self._asked.get(name, 0) + 1
+                try:
                     if (device := record.get(f"spawn/{number}")) is not None:
                         self._asked[name] = number
                         self.spawn(device, name=name, args=args)
-            except Fault:
-                return
+                except Fault as fault:
+                    if self._closing or fault.code == STORE_LOST:
+                        return
+                    # The job that asked goes on without it at its deadline; here is why.
+                    print(f"job {name}: {fault}", file=sys.stderr, flush=True)
             time.sleep(_POLL_S)
 
 

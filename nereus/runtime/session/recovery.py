@@ -1,0 +1,86 @@
+"""After a loss: who is left, which boundary they have in common, and who says what comes next.
+
+A turn is one attempt of the members of a plan to agree. Where its leader is lost too, the others take another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from nereus.ir.diagnostic import DiagnosticError
+from nereus.runtime.faults import DEADLINE, EXPELLED, PROCESS_ENDED, WRONG_STATE, Fault
+from nereus.runtime.session.members import Losses, Member, report_loss
+from nereus.runtime.session.record import Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """``key``: of its entries; no two turns have one."""
+
+    record: Record
+    losses: Losses
+    members: tuple[Member, ...]
+    key: str
+    deadline_s: float
+
+    def survivors(self, versions: Sequence[int]) -> tuple[Member, ...]:
+        """Whoever speaks within the deadline; the first list written counts. What is known of losses makes it shorter.
+        ``versions``: the boundaries that this process holds. Raises Fault (EXPELLED) where it is not in the list."""
+        self.record.put(f"{self.key}/alive/{self.record.me}", tuple(versions))
+        end = time.monotonic() + self.deadline_s
+        while (agreed := self.record.decided(f"{self.key}/members")) is None:
+            self.losses.look()
+            waited = [m for m in self.members if not self.losses.has(m)]
+            there = [m for m in waited if self.record.get(f"{self.key}/alive/{m.number}") is not None]
+            if len(there) == len(waited) or time.monotonic() > end:
+                agreed = self.record.first(f"{self.key}/members", tuple(m.number for m in there))
+                break
+            time.sleep(0.01)
+        for member in self.members:
+            if member.number not in agreed and not self.losses.has(member):
+                report_loss(self.record, member.number)
+        if self.record.me not in agreed:
+            raise Fault(EXPELLED, "the others went on without this process", where=self.record.where)
+        return tuple(m for m in self.members if m.number in agreed)
+
+    def common_version(self, survivors: Sequence[Member]) -> int:
+        """The newest boundary that all have who hold any."""
+        said = [set(self.record.get(f"{self.key}/alive/{m.number}")) for m in survivors]
+        holding = [versions for versions in said if versions]
+        common = set.intersection(*holding) if holding else set()
+        if not common:
+            text = "no boundary is held by all survivors; use snapshots=True, or start again from a checkpoint"
+            raise Fault(WRONG_STATE, text, where="job")
+        return max(common)
+
+    def agreed_epoch(self, survivors: Sequence[Member], lead: Callable[[], int]) -> int | None:
+        """The epoch that the survivors begin: what ``lead`` returns to the first of them. None where that one is lost.
+        What ``lead`` raises is raised as a Fault in all of them."""
+        if survivors[0].number == self.record.me:
+            try:
+                word: object = lead()
+            except DiagnosticError as problem:
+                first = problem.diagnostics[0]
+                word = Fault(first.code, first.headline, where="job").encode()
+            except Exception as problem:
+                word = Fault.of(problem, self.record.where).encode()
+            self.record.first(f"{self.key}/epoch", word)
+        try:
+            word = self.record.wait(
+                f"{self.key}/epoch",
+                2 * self.deadline_s,  # it may itself wait that long for a new process
+                of=f"process {survivors[0].number}, which leads now",
+                decided=True,
+                stop=lambda: self.losses.among(survivors[:1]),
+            )
+        except Fault as fault:
+            if fault.code not in (PROCESS_ENDED, DEADLINE):
+                raise
+            report_loss(self.record, survivors[0].number)
+            return None
+        if isinstance(word, str):
+            raise Fault.decode(word)
+        assert isinstance(word, int)
+        return word
