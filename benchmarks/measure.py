@@ -10,9 +10,10 @@ from transitions import Case
 
 from nereus.ir.diagnostic import DiagnosticError
 from nereus.ir.transition import INTER
+from nereus.models.priors import MESSAGE_S
 from nereus.passes.compiled import Transition
 from nereus.passes.flow_bound import diff_flow_bound
-from nereus.passes.links import MESSAGE_S, Links
+from nereus.passes.links import Links
 from nereus.passes.memory import PHASES
 from nereus.passes.pipeline import compile_transition
 from nereus.sim.baselines import BASELINES, Answer, build_problem, job_of

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from nereus.models.priors import HOST_COPY_BYTES_PER_S
 from nereus.passes.diff import Diff
-from nereus.passes.links import HOST_COPY_BYTES_PER_S, Links
+from nereus.passes.links import Links
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -8,20 +8,17 @@ from nereus.ir.layout import IntArray
 from nereus.ir.plan import Plan
 from nereus.ir.schedule import Schedule
 from nereus.ir.transition import HOST, INTER, INTRA, LOCAL, Certificate
+from nereus.models.priors import commit_s, rest_of_rollouts_s
 from nereus.passes.best import Best
 from nereus.passes.bound import Bounds
 from nereus.passes.check import Finding
 from nereus.passes.dag import Dag
 from nereus.passes.diff import Diff
-from nereus.passes.lifecycle import Lifecycle, commit_s
+from nereus.passes.lifecycle import Lifecycle
 from nereus.passes.memory import PHASES, MemoryPlan
 from nereus.passes.place import Placed
 from nereus.passes.route import Routed
 from nereus.passes.timeline import Timeline, coarse_ops, schedule_timeline
-
-#: Decoding one token of a sequence, seconds: a prior for how long in-flight rollouts take to finish. An assumption
-#: (20-30 ms per token is usual for models of 7-30 B at moderate batch) until the monitor has measured it.
-DECODE_TOKEN_S = 0.025
 
 
 def drain_s(plan: Plan, life: Lifecycle) -> float:
@@ -32,7 +29,7 @@ def drain_s(plan: Plan, life: Lifecycle) -> float:
     changed = {op.stage for op in life.ops if op.kind in ("engine-start", "retire")}
     if not any(s.name in changed and s.inflight == "drain" for s in plan.stages if s.kind == "generate"):
         return 0.0
-    return 0.5 * plan.workload.response_len * DECODE_TOKEN_S
+    return rest_of_rollouts_s(plan.workload.response_len)
 
 
 def _commit_s(plan: Plan) -> float:

@@ -18,13 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from nereus.ir.plan import Plan
-from nereus.passes.certify import DECODE_TOKEN_S
+from nereus.models.priors import MESSAGE_S, commit_s, rest_of_rollouts_s
 from nereus.passes.coarse_flow import Loads, add_model, host_copy_s
 from nereus.passes.coarse_life import CoarseLife, coarse_life
 from nereus.passes.coarse_side import Side, side_of
 from nereus.passes.coarse_space import Space, space_of
-from nereus.passes.lifecycle import commit_s
-from nereus.passes.links import MESSAGE_S
 
 #: Predicted over bound, as the router and the scheduler reach it.
 OVER_BOUND = 1.03
@@ -172,7 +170,7 @@ def _drain_s(plan: Plan, life: CoarseLife) -> float:
     if plan.workload.mode == "sync" or plan.workload.partial:
         return 0.0
     drained = any(s.name in life.changed and s.inflight == "drain" for s in plan.stages if s.kind == "generate")
-    return 0.5 * plan.workload.response_len * DECODE_TOKEN_S if drained else 0.0
+    return rest_of_rollouts_s(plan.workload.response_len) if drained else 0.0
 
 
 def _num_participants(new: Side, space: Space) -> int:

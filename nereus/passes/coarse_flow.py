@@ -10,6 +10,7 @@ import numpy as np
 from nereus.ir.layout import SHARD_DIM0, SHARD_FLAT, SHARD_PARAM, IntArray
 from nereus.ir.plan import Slot
 from nereus.ir.units import DTYPE_BYTES
+from nereus.models.priors import HOST_COPY_BYTES_PER_S
 from nereus.passes.coarse_grid import (
     ALL,
     BY_ROWS,
@@ -24,7 +25,6 @@ from nereus.passes.coarse_side import Part, Side
 from nereus.passes.coarse_space import Space
 from nereus.passes.coarse_tables import TableKey, coordinate_shares, weights_of
 from nereus.passes.foregone import MIN_DERIVED_SHARE
-from nereus.passes.links import HOST_COPY_BYTES_PER_S
 
 #: A copy that lies on fewer nodes (GPUs) than this, on average, has to leave the one that has it.
 FEW_HOLDERS = 1.5

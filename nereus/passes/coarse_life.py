@@ -10,11 +10,12 @@ import numpy as np
 from nereus.ir.layout import IntArray, layout_of
 from nereus.ir.plan import Plan, Stage
 from nereus.models.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES
+from nereus.models.priors import ENGINE_START_S, SPAWN_S, groups_s
 from nereus.passes.coarse_grid import FloatArray
 from nereus.passes.coarse_regions import BoolArray
 from nereus.passes.coarse_side import Side, rank_coordinates
 from nereus.passes.coarse_space import Space
-from nereus.passes.lifecycle import ENGINE_START_S, SPAWN_S, groups_s, is_engine, same_engine
+from nereus.passes.lifecycle import is_engine, same_engine
 
 PROCESS_BYTES = CONTEXT_BYTES + COMMUNICATOR_BYTES
 

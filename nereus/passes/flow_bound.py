@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from nereus.ir.holdings import Topology
+from nereus.models.priors import HOST_COPY_BYTES_PER_S
 from nereus.passes.commodities import Commodities, commodities_of_diff
 from nereus.passes.diff import Diff
 from nereus.passes.flow_prices import Prices, priced_bound
 from nereus.passes.flow_programme import FlowProgramme, FlowSolution
-from nereus.passes.links import HOST_COPY_BYTES_PER_S, Links
+from nereus.passes.links import Links
 
 #: Wanters and senders up to which the programme is solved unmerged: about 20 ms.
 MAX_UNMERGED = 4000

@@ -1,13 +1,11 @@
 """Life-cycle operations: engines to start, processes to spawn, communicators to build; how long each takes and needs.
 
-Durations are priors from published figures until calibrated from executed transitions (DESIGN section 8):
-engine start 12-215 s, communicator set-up 1.2-4.2 s between 32 and 1,024 GPUs.
+Durations are priors (``nereus.models.priors``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import log2
 
 from nereus.ir.cluster import Device
 from nereus.ir.holdings import Topology
@@ -20,22 +18,7 @@ from nereus.models.memory import (
     resident_state_bytes,
     steady_state,
 )
-
-#: A tensor-parallel engine of a few billion parameters, weights not loaded from disk (published: 12-215 s).
-ENGINE_START_S = 35.0
-#: Python, imports, CUDA context and module of a training worker. An assumption: no published figure was found.
-SPAWN_S = 15.0
-
-
-def groups_s(num_ranks: int) -> float:
-    """All communicators of a stage: 2.1 s for 16 GPUs, 3.9 s for 1,024 (published grow: 1.7-4.2 s for 32 to 1,024)."""
-    return 0.9 + 0.3 * log2(max(num_ranks, 1))
-
-
-def commit_s(num_participants: int) -> float:
-    """Verify what arrived last, vote, switch. An assumption: a few round trips that grow with log2 of the
-    participants."""
-    return 0.5 + 0.1 * log2(max(num_participants, 1))
+from nereus.models.priors import ENGINE_START_S, SPAWN_S, groups_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,12 +5,6 @@ from __future__ import annotations
 from nereus.ir.holdings import Topology
 from nereus.ir.transition import HOST, INTER, INTRA, LOCAL
 
-#: Copying inside a node's host memory, all processes together: half of the 200-300 GB/s that two sockets read or write.
-#: An assumption until calibrated.
-HOST_COPY_BYTES_PER_S = 100e9
-#: Fixed cost of one message between two GPUs, seconds (two-rank fits of published tables: 40 us on NVLink).
-MESSAGE_S = 50e-6
-
 
 class Links:
     """Rates and link classes between places, looked up once per node."""

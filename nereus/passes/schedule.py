@@ -19,7 +19,8 @@ from nereus.ir.layout import IntArray
 from nereus.ir.schedule import MoveColumns, Schedule, expand_slices, posted_bytes
 from nereus.ir.transition import Move
 from nereus.ir.units import KIB, MIB
-from nereus.passes.links import HOST_COPY_BYTES_PER_S, MESSAGE_S, Links
+from nereus.models.priors import HOST_COPY_BYTES_PER_S, MESSAGE_S
+from nereus.passes.links import Links
 from nereus.passes.route import Routed, relay_depths
 
 FloatArray = npt.NDArray[np.float64]

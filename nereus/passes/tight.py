@@ -22,8 +22,9 @@ import numpy as np
 from nereus.ir.holdings import Topology
 from nereus.ir.schedule import Schedule, StorageKey
 from nereus.ir.transition import LOCAL, Move
+from nereus.models.priors import MESSAGE_S
 from nereus.passes.diff import Diff
-from nereus.passes.links import MESSAGE_S, Links
+from nereus.passes.links import Links
 from nereus.passes.memory import MemoryPlan
 from nereus.passes.route import Routed
 from nereus.passes.schedule import transfer_seconds

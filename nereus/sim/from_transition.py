@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nereus.ir.schedule import StorageKey
+from nereus.models.priors import MESSAGE_S, commit_s
 from nereus.passes.compiled import Transition
-from nereus.passes.lifecycle import LifecycleOp, commit_s
-from nereus.passes.links import MESSAGE_S
+from nereus.passes.lifecycle import LifecycleOp
 from nereus.sim.job import PORTS_PER_OP, FloatArray, IntArray, Job
 from nereus.sim.network import Network
 from nereus.sim.outcome import Outcome

@@ -23,9 +23,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nereus.models.priors import MESSAGE_S, commit_s, groups_s
 from nereus.passes.compiled import Transition
-from nereus.passes.lifecycle import commit_s, groups_s
-from nereus.passes.links import MESSAGE_S
 from nereus.sim.builder import JobBuilder
 from nereus.sim.job import Job
 from nereus.sim.network import Network

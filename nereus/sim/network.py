@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from nereus.ir.holdings import Topology
-from nereus.passes.links import HOST_COPY_BYTES_PER_S
+from nereus.models.priors import HOST_COPY_BYTES_PER_S
 from nereus.sim.job import PORTS_PER_OP, FloatArray, IntArray, Resources
 
 #: What an operation that moves nothing has as ports.

@@ -8,14 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from nereus.ir.units import DTYPE_BYTES
+from nereus.models.priors import HOST_COPY_BYTES_PER_S
 from nereus.verify.case import Case
 from nereus.verify.finding import Violation
 from nereus.verify.segments import BoolArray, IntArray
 
 LOCAL, HOST, INTRA, INTER = "local", "host", "intra-node", "inter-node"
 _CLASSES = (LOCAL, HOST, INTRA, INTER)
-#: Copies inside a node's host memory, all processes together: what bounds are stated with.
-_HOST_COPY_BYTES_PER_S = 100e9
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -91,7 +90,7 @@ def busy_ports(case: Case) -> Busy:
     for node in (from_node, to_node):
         ports.append(_sums(node[between], (size / slower)[between], len(world.nodes)))
     copied = (kind == 0) & (moves.src != moves.dst)
-    copies = _sums(from_node[copied], size[copied] / _HOST_COPY_BYTES_PER_S, len(world.nodes))
+    copies = _sums(from_node[copied], size[copied] / HOST_COPY_BYTES_PER_S, len(world.nodes))
     return Busy(seconds=np.concatenate(ports), copies_s=float(copies.max(initial=0.0)))
 
 

@@ -9,8 +9,8 @@ import pytest
 from passes.plans import cluster, trainer
 
 from nereus.lang.api import load_plan
+from nereus.models.priors import commit_s
 from nereus.passes.compiled import Transition
-from nereus.passes.lifecycle import commit_s
 from nereus.passes.pipeline import compile_transition
 from nereus.sim.engine import coarse_quantum_s, simulate
 from nereus.sim.from_transition import Costs, expand, job_of

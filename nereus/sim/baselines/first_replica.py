@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from nereus.ir.layout import IntArray
-from nereus.passes.lifecycle import ENGINE_START_S, SPAWN_S
+from nereus.models.priors import ENGINE_START_S, SPAWN_S
 from nereus.sim.baselines.answer import Answer, Step, Transfer, everything, positive, refusal
 from nereus.sim.baselines.direct import lost
 from nereus.sim.baselines.problem import Problem

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from nereus.ir.transition import LOCAL
-from nereus.passes.links import MESSAGE_S
+from nereus.models.priors import MESSAGE_S
 from nereus.sim.baselines.answer import STORAGE, Answer
 from nereus.sim.builder import NOWHERE, JobBuilder
 from nereus.sim.job import PORTS_PER_OP, IntArray, Job

@@ -9,10 +9,11 @@ import numpy as np
 from nereus.ir.holdings import Holdings, StateSet, Topology, join_clusters
 from nereus.ir.layout import IntArray, Layout
 from nereus.ir.plan import Plan
+from nereus.models.priors import commit_s
 from nereus.passes.certify import drain_s
 from nereus.passes.diff import Diff, diff
 from nereus.passes.hold import hold
-from nereus.passes.lifecycle import Lifecycle, commit_s, lifecycle
+from nereus.passes.lifecycle import Lifecycle, lifecycle
 from nereus.passes.links import Links
 from nereus.passes.place import pin
 from nereus.passes.storages import StorageMap
