@@ -136,6 +136,11 @@ class Change:
         self._undo(said)
         return self._outcome(said), None
 
+    def abort(self, reason: str) -> None:
+        """From another thread: end the waits on the new communicators."""
+        if (built := self.built) is not None:
+            built.groups.abort(reason)
+
     def _outcome(self, fault: Fault | None) -> Outcome:
         return Outcome(
             epoch=self.command.epoch,
@@ -197,7 +202,10 @@ class Change:
             if offer.base != self.command.base:
                 text = f"it served epoch {offer.base}, not {self.command.base}"
                 raise Fault(WRONG_STATE, text, where=f"process {number}")
-        self.loop = _same("the loop's state", {n: o.loop for n, o in said.items() if o.loop is not None}) or {}
+        if self.command.loop is not None:
+            self.loop = self.command.loop
+        else:
+            self.loop = _same("the loop's state", {n: o.loop for n, o in said.items() if o.loop is not None}) or {}
         names = dict.fromkeys(name for o in said.values() for name in o.states)
         self.states: dict[str, Any] = {
             name: _united(f"the job state of {name}", {n: o.states[name] for n, o in said.items() if name in o.states})

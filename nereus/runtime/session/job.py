@@ -11,18 +11,18 @@
             job.recover(error, replan)
 
 Every process runs the same script. One of them, the member with the lowest number, leads: it says at each boundary
-whether a change is made there. Leading is no more than writing first; where the leader is lost another does it.
+whether a change is made there. Leading is no more than writing first; where the leader is lost another does it. In a
+job that has a controller (``controller.py``), that one leads, and the script is the same.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 from nereus.ir.cluster import Device
 from nereus.ir.plan import Plan
@@ -37,9 +37,13 @@ from nereus.runtime.faults import (
     Fault,
 )
 from nereus.runtime.live import ALL, MoveError, Prepared, prepare_among
+from nereus.runtime.providers.base import ProcessProvider
 from nereus.runtime.session.change import COMMIT, Built, Change, OnPhase, Outcome, tensors_of
+from nereus.runtime.session.controller import Controller, said_by
 from nereus.runtime.session.journal import Journal
+from nereus.runtime.session.lead import Lead, Spawn, devices_of, names
 from nereus.runtime.session.members import (
+    Arrival,
     BoundStage,
     Builder,
     Command,
@@ -47,17 +51,13 @@ from nereus.runtime.session.members import (
     Member,
     Probe,
     View,
+    Word,
     device_of,
-    joined,
 )
-from nereus.runtime.session.record import Record
-from nereus.runtime.session.recovery import Turn
+from nereus.runtime.session.record import Record, digest_of, own_address
+from nereus.runtime.session.recovery import Replan, Turn, no_replan
 from nereus.runtime.session.snapshot import Snapshot, copied, live
-
-#: Old plan and lost devices -> the plan to go on with.
-Replan = Callable[[Plan, tuple[Device, ...]], Plan]
-#: Asks the owner of processes for one on a device that the new plan uses and nobody serves.
-Spawn = Callable[[Device], None]
+from nereus.runtime.session.watch import Watch
 
 #: Longest wait for others to be done with communicators that nobody needs any more.
 _FAREWELL_S = 1.0
@@ -74,25 +74,59 @@ class Aborted(Exception):
         self.outcome = outcome
 
 
+@overload
 def attach(
-    plan: Plan,
+    plan: Plan | None = None,
     *,
     store: Any,
     device: str | Device,
+    name: str = ...,
+    deadline_s: float = ...,
+    journal: str | os.PathLike[str] | None = ...,
+    snapshots: bool = ...,
+    spawn: Spawn | None = ...,
+    address: str | None = ...,
+    on_phase: OnPhase = ...,
+) -> Job: ...
+
+
+@overload
+def attach(
+    plan: Plan, *, provider: ProcessProvider, replan: Replan | None = ..., deadline_s: float = ...
+) -> Controller: ...
+
+
+def attach(
+    plan: Plan | None = None,
+    *,
+    provider: ProcessProvider | None = None,
+    replan: Replan | None = None,
+    store: Any = None,
+    device: str | Device | None = None,
     name: str = "nereus",
     deadline_s: float = 60.0,
     journal: str | os.PathLike[str] | None = None,
     snapshots: bool = False,
     spawn: Spawn | None = None,
-    address: str = "127.0.0.1",
+    address: str | None = None,
     on_phase: OnPhase = lambda phase: None,
-) -> Job:
+) -> Job | Controller:
     """Join the job ``name`` of ``store`` as the process of ``device``. Nothing is waited for before ``start``.
 
     ``snapshots``: keep a copy of the state of each boundary in host memory, so that a process lost in the middle of a
     step loses no more than the step. ``deadline_s``: of every wait for others; whoever is silent for so long counts as
-    lost where the others agree on that.
+    lost where the others agree on that. ``address``: of this machine among the others; None: that from which it
+    reaches the store. ``plan``: None where a controller has it.
+
+    With ``provider`` instead of store and device: the controller of the job whose processes the provider owns, in a
+    process that holds no part of any model (see ``Controller``).
     """
+    if provider is not None:
+        if plan is None:
+            raise TypeError("attach: a controller needs the plan to begin with")
+        return Controller(plan, provider, replan=replan, deadline_s=deadline_s)
+    if store is None or device is None:
+        raise TypeError("attach: a process needs store and device; a controller needs provider")
     return Job(
         plan,
         store=store,
@@ -102,7 +136,7 @@ def attach(
         journal=journal,
         snapshots=snapshots,
         spawn=spawn,
-        address=address,
+        address=address or own_address(store),
         on_phase=on_phase,
     )
 
@@ -112,7 +146,7 @@ class Job:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Plan | None,
         *,
         store: Any,
         device: Device,
@@ -127,21 +161,28 @@ class Job:
         number = Record(store, name, 0).count("members")
         self.record = Record(store, name, number)
         self.me = Member(number=number, device=device, host=socket.gethostname(), pid=os.getpid())
+        first = said_by(self.record)
+        #: Whether a controller leads.
+        self.led = first is not None
+        if (plan := plan or first) is None:
+            raise Fault(CANNOT_START, "no plan is given, and no controller has one", where=self.record.where)
         self.plan = pin(plan)
         self.loop: dict[str, Any] = {}
-        #: The epoch whose plan is served, and the newest that this process knows to have ended.
-        self.epoch = self._ended = 0
+        #: The epoch whose plan is served.
+        self.epoch = 0
         self.version = 0
         self.outcomes: list[Outcome] = []
         self.members: tuple[Member, ...] = ()
-        self._known: dict[int, Member] = {}
         self._stages: dict[str, BoundStage] = {}
         self._quiesce: list[Callable[[Command], str | None]] = []
         self._losses = Losses(self.record)
+        self._lead = Lead(self.record, self._losses, deadline_s=deadline_s, spawn=spawn)
         self._journal = Journal(journal)
         self._deadline_s, self._address, self._on_phase = deadline_s, address, on_phase
-        self._keep, self._spawn = snapshots, spawn
+        self._keep = snapshots
         self._built: Built | None = None
+        self._changing: Change | None = None
+        self._on_loss: list[Callable[[Fault], None]] = []
         #: Newest last; the one before stays until all have passed the boundary.
         self._snapshots: list[Snapshot] = []
         self._touched = False
@@ -149,8 +190,8 @@ class Job:
         self._syncs = 0
         self._prepared: dict[tuple[str, str], Prepared] = {}
         self._requested: Plan | None = None
-        self._asked = 0
         self.record.put(f"member/{number}", self.me)
+        self._watch = Watch(self.record, self._told_of_loss)
 
     # -- what the script says ------------------------------------------------------------------------------------------
 
@@ -162,6 +203,11 @@ class Job:
         """``hook`` brings to rest what must not run beside a change (a checkpoint being written, prefetching), or
         returns why the change cannot be now."""
         self._quiesce.append(hook)
+
+    def on_loss(self, hook: Callable[[Fault], None]) -> None:
+        """``hook`` ends, from another thread, waits that this process may be in with a process that is gone and that
+        are no communicators of Nereus (a framework's own)."""
+        self._on_loss.append(hook)
 
     def stage(self, name: str) -> Adapter | None:
         """The adapter of a stage as it is now; None where this process has no part of it. Ask anew after a boundary."""
@@ -182,6 +228,11 @@ class Job:
 
     @property
     def leads(self) -> bool:
+        return self._speaks and not self.led
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this process has the lowest number."""
         return bool(self.members) and self.members[0].number == self.me.number
 
     @contextmanager
@@ -237,10 +288,10 @@ class Job:
         """
         if loop is not None and not self.loop:
             self.loop = dict(loop)
-        if self._ended == 0 and self.record.decided("epoch/1/command") is None:
-            self._first_command()
+        if self._lead.ended == 0 and not self.led and self.record.decided("epoch/1/command") is None:
+            self._lead.begin(self.plan)
         while True:
-            epoch = self._ended + 1
+            epoch = self._lead.ended + 1
             command: Command = self._wait_long(f"epoch/{epoch}/command")
             if any(m.number == self.me.number for m in command.members):
                 outcome = self._change(command)
@@ -250,22 +301,7 @@ class Job:
                     return outcome
             elif self._wait_long(f"epoch/{epoch}/decision") == COMMIT:
                 self.epoch, self.plan = epoch, command.plan
-            self._ended = max(self._ended, epoch)
-
-    def _first_command(self) -> None:
-        """Epoch 1: from nothing to the plan, of the processes that are there first on its devices."""
-        needed = set(_devices(self.plan))
-        end = time.monotonic() + self._deadline_s
-        while missing := needed - {m.device for m in joined(self.record, self._known).values()}:
-            if self.record.decided("epoch/1/command") is not None:
-                return
-            if time.monotonic() > end:
-                text = f"no process for {', '.join(map(str, sorted(missing)))} within {self._deadline_s:g} s"
-                raise Fault(CANNOT_START, text, where=self.record.where)
-            time.sleep(0.01)
-        members = self._serving(needed, self._known.values())
-        command = Command(epoch=1, base=0, plan=self.plan, members=members, version=0, why="start")
-        self.record.first("epoch/1/command", command)
+            self._lead.ended = max(self._lead.ended, epoch)
 
     def _wait_long(self, key: str) -> Any:
         """As long as it takes: a spare process waits for the plan that needs it."""
@@ -290,26 +326,34 @@ class Job:
             self._snapshots.append(copied(self._built.adapters, dict(self.loop), self.version))
         key = f"epoch/{self.epoch}/boundary/{self.version}"
         numbers = [m.number for m in self.members]
-        self.record.put(f"{key}/{self.me.number}", self.version)
+        self.record.put(f"{key}/{self.me.number}", self._arrival() if self.led else self.version)
         if self.leads:
             for number in numbers:
                 self.record.wait(
                     f"{key}/{number}", self._deadline_s, of=f"process {number} at the boundary", stop=self._member_lost
                 )
-            self.record.first(key, self._ordered())
+            self.record.first(key, self._word())
+        self._requested = None  # in all of them: who leads next must not serve it again
         # The leader waits for the slowest, and may then wait for a new process.
-        word = self.record.wait(
+        word: Word = self.record.wait(
             key, 3 * self._deadline_s, of="the leader at the boundary", decided=True, stop=self._gone
         )
+        if word.stop:
+            raise Fault.decode(word.stop)
+        if word.loop is not None:
+            self.loop = dict(word.loop)
+            self._snapshots[-1:] = [replace(kept, loop=dict(word.loop)) for kept in self._snapshots[-1:]]
         del self._snapshots[:-1]
         self._touched = False
-        if isinstance(word, str):  # the plan that was asked for cannot be begun
-            refused = Outcome(epoch=self._ended, plan=self.plan, fault=Fault.decode(word), phases_s={})
+        if word.refused:
+            refused = Outcome(epoch=self._lead.ended, plan=self.plan, fault=Fault.decode(word.refused), phases_s={})
             self.outcomes.append(refused)
             return refused
-        if not word:
-            return None
-        return self._change(self.record.decided(f"epoch/{word}/command"))
+        return self._change(self.record.decided(f"epoch/{word.epoch}/command")) if word.epoch else None
+
+    def _arrival(self) -> Arrival:
+        loop = dict(self.loop)
+        return Arrival(digest=digest_of(loop), loop=loop if self._speaks else None)
 
     def request(self, plan: Plan) -> None:
         """Ask for a change at the next boundary; any process may, and whoever has the store."""
@@ -317,83 +361,28 @@ class Job:
 
     def transition(self, plan: Plan) -> Outcome:
         """Every process, at the same place, between steps: change to ``plan`` now. Raises Aborted."""
-        self._requested = pin(plan)
+        if not self.led:
+            self._requested = pin(plan)
+        elif self._speaks:
+            self.request(plan)
         outcome = self.boundary()
         assert outcome is not None
         if not outcome.committed:
             raise Aborted(outcome)
         return outcome
 
-    def _ordered(self) -> int | str:
-        """The leader: the number of the epoch to begin at this boundary, 0 for none; a fault's text where the plan that
-        is asked for cannot be begun."""
-        plan, self._requested = self._requested, None
-        while plan is None:
-            asked = self.record.get(f"request/{self._asked + 1}")
-            if asked is None:
-                return 0
-            self._asked += 1
-            # Another one may have led, and served it.
-            if self.record.first(f"request/{self._asked}/taken", self.me.number) == self.me.number:
-                plan = asked
+    def _word(self) -> Word:
+        """What the leader says at this boundary."""
+        plan = self._requested or self._lead.requested()
+        if plan is None:
+            return Word()
         try:
-            return self._tell(self._command(plan, self.members, self.version, "asked for"))
+            command = self._lead.command(plan, self.members, base=self.epoch, version=self.version, why="asked for")
         except Fault as fault:
             if fault.code != CANNOT_START:
                 raise
-            return fault.encode()
-
-    def _tell(self, command: Command) -> int:
-        """The leader: ``command`` becomes the next epoch's; its number. One that was begun and not ended is ended: it
-        cannot have been decided for, since one who is in it has not voted."""
-        epoch = self._ended + 1
-        while (said := self.record.first(f"epoch/{epoch}/command", replace(command, epoch=epoch))) != replace(
-            command, epoch=epoch
-        ):
-            assert isinstance(said, Command)
-            fault = Fault(PARTICIPANT_FAILED, "another change took its place", where=self.record.where)
-            self.record.first(f"epoch/{epoch}/decision", fault.encode())
-            epoch += 1
-        return epoch
-
-    def _command(self, plan: Plan, members: Sequence[Member], version: int, why: str) -> Command:
-        """With members for all devices of ``plan``: those who serve, then spares; new processes are asked for."""
-        needed = set(_devices(plan))
-        asked: set[Device] = set()
-        end = time.monotonic() + self._deadline_s
-        while True:
-            self._losses.look()
-            spares = [m for m in joined(self.record, self._known).values() if not self._losses.has(m)]
-            chosen = self._serving(needed, [*members, *spares])
-            if not (missing := needed - {m.device for m in chosen}) or time.monotonic() > end:
-                break
-            if self._spawn is None and not asked:
-                end = min(end, time.monotonic() + 1.0)  # none can come but those that are on their way
-            for device in sorted(missing - asked):
-                asked.add(device)
-                if self._spawn is not None:
-                    self._spawn(device)
-            time.sleep(0.01)
-        if missing:
-            text = f"no process serves {', '.join(map(str, sorted(missing)))}"
-            raise Fault(CANNOT_START, text, where=self.record.where)
-        both = {m.number: m for m in (*members, *chosen)}
-        return Command(
-            epoch=0,
-            base=self.epoch,
-            plan=plan,
-            members=tuple(both[number] for number in sorted(both)),
-            version=version,
-            why=why,
-        )
-
-    def _serving(self, devices: set[Device], members: Any) -> tuple[Member, ...]:
-        """One member for each device, the first in the given order."""
-        found: dict[Device, Member] = {}
-        for member in members:
-            if member.device in devices:
-                found.setdefault(member.device, member)
-        return tuple(sorted(found.values(), key=lambda m: m.number))
+            return Word(refused=fault.encode())
+        return Word(epoch=self._lead.tell(command))
 
     def _change(self, command: Command, *, serving: bool = True) -> Outcome:
         change = Change(
@@ -410,16 +399,24 @@ class Job:
             address=self._address,
             on_phase=self._on_phase,
         )
-        outcome, built = change.run()
+        self._changing = change
+        try:
+            outcome, built = change.run()
+        finally:
+            self._changing = None
+        if self.led:
+            said = (dict(outcome.phases_s), outcome.moved_bytes)
+            self.record.put(f"epoch/{command.epoch}/outcome/{self.me.number}", said)
         self.outcomes.append(outcome)
-        self._ended = command.epoch
+        self._lead.ended = command.epoch
         if built is None:
             return outcome
         old, self._built = self._built, built if built.adapters else None
         self.epoch, self.plan, self.version = command.epoch, command.plan, command.version
-        needed = set(_devices(command.plan))
+        needed = set(devices_of(command.plan))
         self.members = tuple(m for m in command.members if m.device in needed)
-        self.loop = dict(change.loop) if command.base else self.loop
+        if command.base or command.loop is not None:
+            self.loop = dict(change.loop)
         self._turn, self._touched, self._syncs = 0, False, 0
         self._prepared.clear()
         self._snapshots.clear()
@@ -452,6 +449,17 @@ class Job:
         if self._built is None:
             raise Fault(WRONG_STATE, "this process serves no plan: start() first", where=self.record.where)
 
+    def _told_of_loss(self, losses: Losses) -> None:
+        """In the watching thread. gloo tells a process of its neighbours' end only, and of a machine's not before the
+        deadline."""
+        changing, built = self._changing, self._built
+        if built is not None and (fault := losses.among(self.members)) is not None:
+            built.groups.abort(fault.text)
+            for hook in self._on_loss:
+                hook(fault)
+        if changing is not None and (fault := losses.among(changing.command.members)) is not None:
+            changing.abort(fault.text)
+
     def _member_lost(self) -> Fault | None:
         return self._losses.among(self.members)
 
@@ -460,9 +468,10 @@ class Job:
 
     # -- after a loss -------------------------------------------------------------------------------------------------
 
-    def recover(self, error: BaseException, replan: Replan) -> Outcome:
+    def recover(self, error: BaseException, replan: Replan = no_replan) -> Outcome:
         """After a step or a boundary failed since another process is gone: the survivors agree who they are, go back
-        to the newest boundary that they have in common, and change to ``replan``'s plan. All survivors call it.
+        to the newest boundary that they have in common, and change to ``replan``'s plan (a controller has its own). All
+        survivors call it.
 
         Raises ``error`` again where nobody is lost; Fault where the state cannot be had from the survivors (it names
         what is lost), or this process counts as lost itself.
@@ -485,15 +494,17 @@ class Job:
                     self._journal.write(self.epoch, "left")
                 raise
             if len(survivors) == len(self.members):
+                self._failed(error)
                 raise error
             gone = tuple(m.device for m in self.members if m not in survivors)
-            self._journal.write(self.epoch, "lost", devices=_names(gone))
+            self._journal.write(self.epoch, "lost", devices=names(gone))
 
             def lead(turn: Turn = turn, survivors: tuple[Member, ...] = survivors, gone: Any = gone) -> int:
                 plan, version = pin(replan(self.plan, gone)), turn.common_version(survivors)
-                return self._tell(self._command(plan, survivors, version, f"lost {_names(gone)}"))
+                why = f"lost {names(gone)}"
+                return self._lead.tell(self._lead.command(plan, survivors, base=self.epoch, version=version, why=why))
 
-            epoch = turn.agreed_epoch(survivors, lead)
+            epoch = turn.agreed_epoch(survivors, None if self.led else lead)
             if epoch is None:  # the leader is lost too
                 continue
             outcome = self._change(self.record.decided(f"epoch/{epoch}/command"), serving=False)
@@ -501,8 +512,13 @@ class Job:
                 return outcome
             if not self._losses.among(survivors):
                 assert outcome.fault is not None
+                self._failed(outcome.fault)
                 raise outcome.fault
         raise Fault(PARTICIPANT_FAILED, "no other process is left", where=self.record.where) from error
+
+    def _failed(self, error: BaseException) -> None:
+        """For a controller, which sees of this process only that it ends."""
+        self.record.put(f"failed/{self.me.number}", Fault.of(error, self.record.where).encode())
 
     def _versions(self) -> list[int]:
         """The boundaries whose state this process holds."""
@@ -516,12 +532,7 @@ class Job:
         if self._built is not None:
             self._built.groups.close(self._deadline_s)
             self._built = None
+        self._watch.close()
+        if self.led:
+            self.record.put(f"closed/{self.me.number}", self.version)
         self._journal.close()
-
-
-def _devices(plan: Plan) -> tuple[Device, ...]:
-    return tuple(dict.fromkeys(device for stage in plan.owners() for device in stage.ranks))
-
-
-def _names(devices: Sequence[Device]) -> str:
-    return ", ".join(map(str, devices))

@@ -30,9 +30,10 @@ from typing import Any
 
 import torch.distributed
 
-from nereus.ir.cluster import Device
+from nereus.ir.cluster import Cluster, Device
 from nereus.runtime.codec import encode
 from nereus.runtime.faults import CANNOT_START, STORE_LOST, Fault
+from nereus.runtime.providers.base import Machine
 from nereus.runtime.session.members import device_of, report_loss
 from nereus.runtime.session.record import Record
 
@@ -44,7 +45,8 @@ _POLL_S = 0.02
 
 class LocalProcesses:
     """``target``: ``module:function``; each process calls ``function(store=..., device=..., spawn=..., **args)``.
-    ``args``: plain values. ``name``: of the job. ``env``: added to the environment.
+    ``args``: plain values. ``name``: of the job. ``cluster``: the nodes that this machine plays, for ``inventory``.
+    ``env``: added to the environment.
 
     A process that ends, whatever its code, is told to the others at once; a device that a plan needs gets one.
     """
@@ -55,6 +57,7 @@ class LocalProcesses:
         *,
         args: Mapping[str, Any] | None = None,
         name: str = "nereus",
+        cluster: Cluster | None = None,
         env: Mapping[str, str] | None = None,
         start_s: float = 60.0,
     ) -> None:
@@ -77,10 +80,12 @@ class LocalProcesses:
         self._nursery = _python("nursery", [str(job), str(out)], environ, pass_fds=(out,))
         os.close(out)
         self.codes: dict[int, int] = {}  # of processes that have ended; -9: killed
-        self._name, self._args = name, dict(args or {})
+        self.name, self._args = name, dict(args or {})
+        self._cluster = cluster
         self._jobs = {name: (self.record, self._args)}
         self._job_of: dict[int, str] = {}  # by pid
         self._pids: dict[int, int] = {}  # order number -> pid
+        self._latest: dict[tuple[str, Device], int] = {}  # pid of each job and device
         self._orders = 0
         self._asked: dict[str, int] = {}
         self._lock = threading.Condition()
@@ -92,7 +97,7 @@ class LocalProcesses:
     def spawn(self, device: str | Device, *, name: str | None = None, args: Mapping[str, Any] | None = None) -> int:
         """Raises Fault where no process comes. ``name``, ``args``: of a job beside this one's own, which shares nothing
         with it but the store and the nursery."""
-        name = name or self._name
+        name = name or self.name
         given = {**self._args, **(args or {})}
         words = {"name": name, "args": given}
         with self._lock:
@@ -106,7 +111,19 @@ class LocalProcesses:
                 raise Fault(CANNOT_START, f"no process was started for {device}")
             pid = self._pids[number]
             self._job_of[pid] = name
+            self._latest[name, device_of(device)] = pid
             return pid
+
+    def retire(self, device: Device) -> None:
+        with self._lock:
+            pid = self._latest.pop((self.name, device), None)
+        if pid is not None:
+            self.kill(pid)
+
+    def inventory(self) -> tuple[Machine, ...]:
+        """The nodes of ``cluster``, all of which this machine plays."""
+        nodes = self._cluster.nodes if self._cluster is not None else ()
+        return tuple(Machine(name=node.name, address="127.0.0.1", devices=node.devices) for node in nodes)
 
     def kill(self, pid: int, number: int = signal.SIGKILL) -> None:
         with self._lock:
@@ -169,7 +186,7 @@ class LocalProcesses:
                     self._lock.notify_all()
                 if "ended" in said and not self._closing:
                     with suppress(Fault):
-                        record, _ = self._jobs[self._job_of.get(said["ended"], self._name)]
+                        record, _ = self._jobs[self._job_of.get(said["ended"], self.name)]
                         report_loss(record, (socket.gethostname(), said["ended"]))
         with self._lock:
             self._gone = True

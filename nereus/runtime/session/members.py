@@ -29,7 +29,8 @@ class Command:
     """From the plan of epoch ``base`` to ``plan``, which epoch ``epoch`` serves if it commits.
 
     ``members``: who takes part, those of the old plan that live and those of the new one, by number. ``version``: of
-    the state that counts (boundaries passed); what a process holds of another one is not asked for.
+    the state that counts (boundaries passed); what a process holds of another one is not asked for. ``loop``: the
+    training loop's state there, where a controller keeps it; None: what the members say, which must be the same.
     """
 
     epoch: int
@@ -38,6 +39,7 @@ class Command:
     members: tuple[Member, ...]
     version: int
     why: str = ""
+    loop: Mapping[str, Any] | None = None
 
     def numbers(self) -> tuple[int, ...]:
         return tuple(m.number for m in self.members)
@@ -45,6 +47,26 @@ class Command:
     def process_of(self) -> dict[Device, int]:
         """Which process serves each device of the new plan."""
         return {m.device: m.number for m in self.members}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Word:
+    """What the leader says at a boundary. ``epoch``: the change to make there, 0 for none; ``refused``: why the plan
+    that was asked for cannot be begun; ``stop``: why the job cannot go on (both encoded faults). ``loop``: what the
+    training loop's state becomes, where the controller changed it."""
+
+    epoch: int = 0
+    refused: str = ""
+    stop: str = ""
+    loop: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """What a process says at a boundary to a controller: its loop's state, from one of them, and a digest of it."""
+
+    digest: str
+    loop: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +125,13 @@ class Losses:
 
     def __init__(self, record: Record) -> None:
         self._record = record
-        self._seen = 0
+        self.seen = 0
         self.pids: set[tuple[str, int]] = set()
         self.numbers: set[int] = set()
 
     def look(self) -> None:
-        while (said := self._record.decided(f"lost/{self._seen + 1}")) is not None:
-            self._seen += 1
+        while (said := self._record.decided(f"lost/{self.seen + 1}")) is not None:
+            self.seen += 1
             if isinstance(said, int):
                 self.numbers.add(said)
             else:

@@ -8,8 +8,11 @@ it must not be one of the processes that may be lost.
 
 from __future__ import annotations
 
+import hashlib
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed
@@ -30,6 +33,12 @@ class Record:
         self.me = me
         self.store = dist.PrefixStore(name, store)
 
+    def apart(self) -> Record:
+        """The same entries over a connection of its own, for another thread."""
+        found = Record.__new__(Record)
+        found.me, found.store = self.me, self.store.clone() if hasattr(self.store, "clone") else self.store
+        return found
+
     @property
     def where(self) -> str:
         return f"process {self.me}"
@@ -37,9 +46,12 @@ class Record:
     def put(self, key: str, value: object) -> None:
         self._ask(lambda: self.store.set(key, encode(value)))
 
+    def has(self, key: str) -> bool:
+        return bool(self._ask(lambda: self.store.check([key])))
+
     def get(self, key: str) -> Any:
         """The value, or None where there is none yet."""
-        if not self._ask(lambda: self.store.check([key])):
+        if not self.has(key):
             return None
         return self._decoded(key, self._ask(lambda: self.store.get(key)))
 
@@ -51,10 +63,27 @@ class Record:
 
     def decided(self, key: str) -> Any:
         """What ``first`` wrote, or None where nobody has yet."""
-        if not self._ask(lambda: self.store.check([key])):
+        if not self.has(key):
             return None
         found = bytes(self._ask(lambda: self.store.get(key))).decode()
         return self._decoded(key, bytes.fromhex(found)) if found else None
+
+    def await_silently(self, key: str, closed: Callable[[], bool]) -> None:
+        """Until ``key`` is there, in the store itself where it can: at once, and without a question meanwhile. Whoever
+        shares this connection waits too."""
+        if not isinstance(base_of(self.store), dist.TCPStore):
+            while not closed() and not self.has(key):
+                time.sleep(_LONGEST_POLL_S)
+            return
+        while not closed():
+            try:
+                self.store.wait([key], timedelta(days=1))
+                return
+            except dist.DistStoreError:  # a day has passed
+                continue
+            except RuntimeError as error:
+                text = f"the job's store does not answer: {first_line(error)}"
+            raise Fault(STORE_LOST, text, where=self.where)
 
     def count(self, key: str) -> int:
         """1, 2, ... : a number that nobody else gets."""
@@ -109,6 +138,29 @@ class Record:
             return decode(bytes(data))
         except CodecError as error:
             raise Fault(PARTICIPANT_FAILED, f"entry {key} of the job's store: {error}", where=self.where) from None
+
+
+def digest_of(values: Mapping[str, Any]) -> str:
+    """The same for equal values, in whatever process and order."""
+    return hashlib.blake2b(encode(tuple(sorted(values.items()))), digest_size=16).hexdigest()
+
+
+def base_of(store: Any) -> Any:
+    """The store under all prefixes."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def own_address(store: Any) -> str:
+    """That of this machine from which it reaches the store; for a store that has no address, this machine only."""
+    store = base_of(store)
+    if not isinstance(store, dist.TCPStore):
+        return "127.0.0.1"
+    family, _, _, _, at = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(at)  # sends nothing
+        return str(probe.getsockname()[0])
 
 
 def never() -> None:

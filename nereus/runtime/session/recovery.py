@@ -9,10 +9,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from nereus.ir.cluster import Device
 from nereus.ir.diagnostic import DiagnosticError
-from nereus.runtime.faults import DEADLINE, EXPELLED, PROCESS_ENDED, WRONG_STATE, Fault
+from nereus.ir.plan import Plan
+from nereus.runtime.faults import CANNOT_START, DEADLINE, EXPELLED, PROCESS_ENDED, WRONG_STATE, Fault
 from nereus.runtime.session.members import Losses, Member, report_loss
-from nereus.runtime.session.record import Record
+from nereus.runtime.session.record import Record, never
+
+#: Old plan and lost devices -> the plan to go on with.
+Replan = Callable[[Plan, tuple[Device, ...]], Plan]
+
+
+def no_replan(plan: Plan, lost: tuple[Device, ...]) -> Plan:
+    """Where losses were not thought of."""
+    raise Fault(CANNOT_START, f"no plan to go on with without {', '.join(map(str, lost))} was given", where="job")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +40,7 @@ class Turn:
         ``versions``: the boundaries that this process holds. Raises Fault (EXPELLED) where it is not in the list."""
         self.record.put(f"{self.key}/alive/{self.record.me}", tuple(versions))
         end = time.monotonic() + self.deadline_s
-        while (agreed := self.record.decided(f"{self.key}/members")) is None:
+        while (agreed := self.agreed()) is None:
             self.losses.look()
             waited = [m for m in self.members if not self.losses.has(m)]
             there = [m for m in waited if self.record.get(f"{self.key}/alive/{m.number}") is not None]
@@ -45,6 +55,11 @@ class Turn:
             raise Fault(EXPELLED, "the others went on without this process", where=self.record.where)
         return tuple(m for m in self.members if m.number in agreed)
 
+    def agreed(self) -> tuple[int, ...] | None:
+        """The survivors' numbers, once they have agreed."""
+        found: tuple[int, ...] | None = self.record.decided(f"{self.key}/members")
+        return found
+
     def common_version(self, survivors: Sequence[Member]) -> int:
         """The newest boundary that all have who hold any."""
         said = [set(self.record.get(f"{self.key}/alive/{m.number}")) for m in survivors]
@@ -55,28 +70,21 @@ class Turn:
             raise Fault(WRONG_STATE, text, where="job")
         return max(common)
 
-    def agreed_epoch(self, survivors: Sequence[Member], lead: Callable[[], int]) -> int | None:
-        """The epoch that the survivors begin: what ``lead`` returns to the first of them. None where that one is lost.
-        What ``lead`` raises is raised as a Fault in all of them."""
-        if survivors[0].number == self.record.me:
-            try:
-                word: object = lead()
-            except DiagnosticError as problem:
-                first = problem.diagnostics[0]
-                word = Fault(first.code, first.headline, where="job").encode()
-            except Exception as problem:
-                word = Fault.of(problem, self.record.where).encode()
-            self.record.first(f"{self.key}/epoch", word)
+    def agreed_epoch(self, survivors: Sequence[Member], lead: Callable[[], int] | None) -> int | None:
+        """The epoch that the survivors begin: what ``lead`` returns to the first of them, or what the controller says
+        (``lead`` None). None where the first one is lost too. What leading raises is raised as a Fault in all."""
+        if lead is not None and survivors[0].number == self.record.me:
+            self.say(lead)
         try:
             word = self.record.wait(
                 f"{self.key}/epoch",
                 2 * self.deadline_s,  # it may itself wait that long for a new process
-                of=f"process {survivors[0].number}, which leads now",
+                of=f"process {survivors[0].number}, which leads now" if lead is not None else "the controller",
                 decided=True,
-                stop=lambda: self.losses.among(survivors[:1]),
+                stop=(lambda: self.losses.among(survivors[:1])) if lead is not None else never,
             )
         except Fault as fault:
-            if fault.code not in (PROCESS_ENDED, DEADLINE):
+            if lead is None or fault.code not in (PROCESS_ENDED, DEADLINE):
                 raise
             report_loss(self.record, survivors[0].number)
             return None
@@ -84,3 +92,17 @@ class Turn:
             raise Fault.decode(word)
         assert isinstance(word, int)
         return word
+
+    def say(self, lead: Callable[[], int]) -> int | str:
+        """The leader: what ``lead`` returns is the epoch that the survivors begin; what it raises, they raise. What
+        was said, a fault encoded."""
+        word: int | str
+        try:
+            word = lead()
+        except DiagnosticError as problem:
+            first = problem.diagnostics[0]
+            word = Fault(first.code, first.headline, where="job").encode()
+        except Exception as problem:
+            word = Fault.of(problem, self.record.where).encode()
+        found: int | str = self.record.first(f"{self.key}/epoch", word)
+        return found

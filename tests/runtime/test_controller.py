@@ -1,0 +1,161 @@
+"""A job whose controller is in a process without any part of a model: plans, losses and the loop's state from there.
+The workers' state is, bit for bit, what an unmoved run has."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runtime.led_job import results
+from runtime.session_job import ARCH
+from runtime.tiny import cluster, trainer
+
+import nereus
+from nereus.ir.cluster import Device
+from nereus.ir.plan import Plan
+from nereus.models.slots import default_slots
+from nereus.runtime.faults import CANNOT_START, PROCESS_ENDED, WRONG_STATE, Fault
+from nereus.runtime.session.controller import Controller
+from nereus.runtime.session.local import LocalProcesses
+from nereus.runtime.session.members import report_loss
+
+pytestmark = pytest.mark.procs
+STEPS = 6
+
+
+def plan(name: str, count: int, **degrees: Any) -> Plan:
+    slots = default_slots(trains=True, precision="fp32", optimizer="adam")
+    return replace(trainer(cluster(4), count, arch=ARCH, slots=slots, **degrees), path=name)
+
+
+TP2, TP2_DP2, PP2, DP3 = plan("tp2", 2, tp=2), plan("tp2 dp2", 4, tp=2), plan("pp2", 2, pp=2), plan("dp3", 3)
+
+
+@contextmanager
+def job(
+    folder: Path, first: Plan, *, replan: Any = None, deadline_s: float = 60.0, **args: Any
+) -> Iterator[Controller]:
+    words = {"name": "led", "steps": STEPS, "folder": str(folder), "deadline_s": deadline_s, **args}
+    with LocalProcesses("runtime.led_job:main", name="led", cluster=first.cluster, args=words) as provider:
+        yield nereus.attach(first, provider=provider, replan=replan, deadline_s=deadline_s)
+
+
+def good(folder: Path, name: str, count: int) -> list[dict[str, Any]]:
+    found = [r for r in results(folder) if "wrong" in r]
+    assert len(found) == count and all(r["wrong"] == [] and r["plan"] == name for r in found), results(folder)
+    return found
+
+
+def test_plans_and_the_loop_come_from_the_controller(tmp_path: Path) -> None:
+    """What the loop over boundaries asks for is made at that boundary; what it writes into the loop's state reaches all
+    workers, those that come later too; a plan that cannot begin is an outcome, and the old one goes on."""
+    nowhere = replace(TP2, path="nowhere", cluster=cluster(4, 4))
+    (only,) = nowhere.stages
+    nowhere = replace(nowhere, stages=(replace(only, devices=(Device("n7", 0), *only.devices[1:])),))
+    with job(tmp_path, TP2) as led:
+        assert led.start({"step": 0}).committed
+        assert [m.name for m in led.provider.inventory()] == ["n0"]
+        seen = []
+        wanted = {2: TP2_DP2, 4: PP2}
+        for boundary in led.boundaries():
+            seen.append((boundary.version, boundary.loop["step"], boundary.plan.path))
+            if boundary.version == 1:
+                led.loop["rate"] = 0.5
+            if (other := wanted.get(boundary.version)) is not None:
+                led.request(other)
+        assert [v for v, _, _ in seen] == [step for _, step, _ in seen] == list(range(1, STEPS + 1))
+        assert [name for _, _, name in seen] == ["tp2", "tp2", "tp2 dp2", "tp2 dp2", "pp2", "pp2"]
+        assert [o.plan.path for o in led.outcomes] == ["tp2", "tp2 dp2", "pp2"]
+        assert all(o.committed for o in led.outcomes) and led.outcomes[1].moved_bytes > 0
+        assert set(led.outcomes[1].phases_s) == {"offer", "probe", "prepare", "move", "finish", "vote"}
+        done = good(tmp_path, "pp2", 2)
+        assert all(r["loop"] == {"step": STEPS, "rate": 0.5} for r in done) and led.loop["step"] == STEPS
+
+
+def test_a_change_that_the_workers_ask_for(tmp_path: Path) -> None:
+    with job(tmp_path, TP2, ask=(2, PP2)) as led:
+        led.start({"step": 0})
+        plans = [boundary.plan.path for boundary in led.boundaries()]
+        assert plans == ["tp2"] * 3 + ["pp2"] * 3
+        assert all("transition 2 at 2" in r["log"] for r in good(tmp_path, "pp2", 2))
+
+
+def test_a_silent_process_costs_no_deadline_once_it_is_known_to_be_lost(tmp_path: Path) -> None:
+    """A machine that vanishes closes no connection, so its peers would wait out gloo's deadline: a stopped process is
+    the same to them. Whoever knows of the loss says so, and the waits end; the survivors go on from the boundary
+    before."""
+    lost: list[tuple[Device, ...]] = []
+
+    def replan(now: Plan, gone: tuple[Device, ...]) -> Plan:
+        lost.append(gone)
+        return DP3
+
+    with job(tmp_path, TP2_DP2, replan=replan, deadline_s=600.0, stop=("n0.gpu3", 3)) as led:
+        led.start({"step": 0})
+        end = time.monotonic() + 300.0
+        versions = []
+        boundaries = led.boundaries()
+        while len(versions) < 3:
+            versions.append(next(boundaries).version)
+        boundaries_after = _while_stopped(tmp_path, boundaries, led)
+        versions += boundaries_after
+        assert time.monotonic() < end, "the survivors waited for the deadline"
+        assert lost == [(Device("n0", 3),)] and led.plan.path == "dp3"
+        assert versions == list(range(1, STEPS + 1))
+        done = good(tmp_path, "dp3", 3)
+        assert all("process" in r["log"][0] and "has ended" in r["log"][0] for r in done), done
+        assert all(r["log"][1] == "recovered in epoch 2 at 3" for r in done), done
+
+
+def _while_stopped(folder: Path, boundaries: Any, led: Controller) -> list[int]:
+    """Goes on in a thread that reports the stopped process as a provider would, once the others wait for it."""
+    import threading
+
+    def report() -> None:
+        path = folder / "stopped-n0.gpu3.json"
+        while not path.exists():
+            time.sleep(0.02)
+        time.sleep(0.5)
+        report_loss(led.record.apart(), (socket.gethostname(), json.loads(path.read_text())))
+
+    thread = threading.Thread(target=report)
+    thread.start()
+    found = [boundary.version for boundary in boundaries]
+    thread.join()
+    return found
+
+
+def test_no_process_is_left(tmp_path: Path) -> None:
+    with job(tmp_path, TP2) as led:
+        led.start({"step": 0})
+        with pytest.raises(Fault) as caught:
+            for boundary in led.boundaries():
+                if boundary.version == 2:
+                    for device in led.plan.stages[0].ranks:
+                        led.provider.retire(device)
+        assert caught.value.code == PROCESS_ENDED
+
+
+def test_loops_that_differ_are_seen_at_the_boundary(tmp_path: Path) -> None:
+    with job(tmp_path, TP2, lone=("n0.gpu1", 2)) as led:
+        led.start({"step": 0})
+        with pytest.raises(Fault, match="differs between processes") as caught:
+            for _ in led.boundaries():
+                pass
+        assert caught.value.code == WRONG_STATE
+
+
+def test_one_controller_a_job(tmp_path: Path) -> None:
+    with job(tmp_path, TP2) as led:
+        with pytest.raises(Fault, match="has a controller already") as caught:
+            nereus.attach(PP2, provider=led.provider)
+        assert caught.value.code == CANNOT_START
+        with pytest.raises(ValueError, match="serves the plan"):
+            led.retire(Device("n0", 1))
