@@ -30,6 +30,17 @@ TRICKY = (
 )  # fmt: skip
 
 
+def weight(key: int, index: int) -> int:
+    """The checksum's factor of word ``index``, as docs/kernels.md defines it."""
+    x = (key + (index >> 8) * 0x9E3779B97F4A7C15) % 2**64
+    x ^= x >> 32
+    x = x * 0xD6E8FEB86659FD93 % 2**64
+    place = (index % 256 + 1) * 0x9E3779B1 % 2**32
+    place ^= place >> 15
+    place = place * 0x85EBCA77 % 2**32
+    return ((x ^ x >> 29) | 1) * ((place ^ place >> 13) | 1)
+
+
 @st.composite
 def tables(draw: Any, *, num: int = 6, rows: int = 5, cols: int = 90) -> tuple[r.Plan, Any, int]:
     """(plan, source bytes, bytes of the target): regions that do not overlap, at any alignment that their types allow,

@@ -25,7 +25,20 @@ CELL int width_of(i64 type) {
     return type == BITS8 ? 1 : type == BITS64 ? 8 : type == BITS32 || type == F32 ? 4 : 2;
 }
 
-CELL u64 weight(u64 x) {
+/* A word's weight in the checksum is the product of two odd numbers: of its place in its block of BLOCK_WORDS words, and
+   of the block. The first is 32 bits wide, so that a block is a sum of products of 32 bits; the second is taken once. */
+#define BLOCK_WORDS 256
+
+CELL u32 place_factor(u32 place) {
+    u32 x = (place + 1) * 0x9E3779B1u;
+    x ^= x >> 15;
+    x *= 0x85EBCA77u;
+    x ^= x >> 13;
+    return x | 1;
+}
+
+CELL u64 block_factor(u64 key, u64 block) {
+    u64 x = key + block * STEP;
     x ^= x >> 32;
     x *= MIX;
     x ^= x >> 29;

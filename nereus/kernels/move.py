@@ -103,15 +103,29 @@ def scatter(storages: Storages, what: Packing, keys: WordArray, staging: torch.T
         unpack(storages, what, staging)
 
 
-def stored(storages: Storages, what: Packing, keys: WordArray, scratch: torch.Tensor) -> int:
-    """Checksum of the blocks as they lie in their storages. ``scratch``: ``what.num_bytes`` of memory to read them
-    back into; not needed, and may be empty, where the packing is ``in_place``."""
+def land(storages: Storages, what: Packing, keys: WordArray, staging: torch.Tensor) -> int:
+    """``scatter``, and the checksum of the blocks read back from their storages: on a CPU in one pass, so that what is
+    read back was written a moment ago and lies in the core's cache."""
+    total = None
+    if staging.device.type == "cpu":
+        total = _by_kernel(storages, what, keys, Do.LAND, staging)
+    if total is None:
+        scatter(storages, what, keys, staging)
+        total = stored(storages, what, keys, staging)
+    return total
+
+
+def stored(storages: Storages, what: Packing, keys: WordArray, scratch: torch.Tensor | None = None) -> int:
+    """Checksum of the blocks as they lie in their storages. ``scratch``: ``what.num_bytes`` of memory that they may be
+    read back into."""
     total = _by_kernel(storages, what, keys, Do.SUM, None)
     if total is None and what.in_place:
         total = checksum(in_place_bytes(storages, what), what, keys)
     elif total is None:
-        pack(storages, what, scratch)
-        total = checksum(scratch, what, keys)
+        data = storages[int(what.table[0, STORAGE])]
+        back = torch.empty(what.num_bytes, dtype=torch.uint8, device=data.device) if scratch is None else scratch
+        pack(storages, what, back)
+        total = checksum(back, what, keys)
     return total
 
 

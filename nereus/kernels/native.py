@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from nereus.kernels.cache import cached, source
+from nereus.kernels.checksum import weight_of
 from nereus.kernels.regions import NUM_COLUMNS, Plan, addresses
 
 #: (table address, regions, addresses of bases, address of sums)
@@ -87,9 +88,6 @@ def _agrees(regions: Regions, width: int) -> bool:
         part = data[9 * row * width : (9 * row + 7) * width]
         packed += part
         for i in range(len(part) // word):
-            value = (key + ((start + row * stride) * (width // word) + i) * 0x9E3779B97F4A7C15) & mask
-            value ^= value >> 32
-            value = value * 0xD6E8FEB86659FD93 & mask
-            value ^= value >> 29
-            total += (value | 1) * int.from_bytes(part[i * word : (i + 1) * word], "little")
+            weight = weight_of(key, (start + row * stride) * (width // word) + i)
+            total += weight * int.from_bytes(part[i * word : (i + 1) * word], "little")
     return sums[0] == total & mask and buffer.raw == packed

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from nereus.kernels.checksum import BLOCK_WORDS, PLACE_FACTORS
 from nereus.kernels.regions import (
     DST,
     DST_OFFSET,
@@ -75,10 +76,10 @@ def checksum(elements: torch.Tensor, key: int, start: int, row_stride: int) -> t
     device = elements.device
     row = torch.arange(rows, device=device).unsqueeze(1) * (row_stride * scale)
     index = row + torch.arange(cols * scale, device=device) + start * scale
-    x = index * _STEP + key
+    x = _shifted(index, 8) * _STEP + key
     x = x ^ _shifted(x, 32)
     x = x * _MIX
-    x = (x ^ _shifted(x, 29)) | 1
+    x = ((x ^ _shifted(x, 29)) | 1) * torch.tensor(PLACE_FACTORS, device=device)[index & (BLOCK_WORDS - 1)]
     values = words.to(torch.int64)
     if width < 8:
         values = values & ((1 << 8 * width) - 1)

@@ -12,12 +12,11 @@
 /* Bytes moved and summed at one time, so that the sum reads a core's nearest cache. */
 #define CHUNK_BYTES 16384
 
+/* Words of one block, times the factors of their places. */
 #define PLAIN(name, type)                                                                                              \
-    static u64 name(const type *words, i64 from, i64 num, u64 seed) {                                                  \
+    static u64 name(const type *words, const u64 *factors, i64 num) {                                                  \
         u64 total = 0;                                                                                                 \
-        for (i64 i = from; i < num; i++) {                                                                             \
-            total += weight(seed + (u64)i * STEP) * words[i];                                                          \
-        }                                                                                                              \
+        for (i64 i = 0; i < num; i++) total += factors[i] * words[i];                                                  \
         return total;                                                                                                  \
     }
 
@@ -26,30 +25,19 @@ PLAIN(plain2, u16)
 PLAIN(plain4, u32)
 
 #ifdef HAVE_AVX2
-/* AVX2 multiplies 32 x 32 bits: a product modulo 2^64 is put together from halves, and words have a low half only. */
+/* AVX2 multiplies 32 x 32 bits to 64, which is what a word and its factor need. */
+#define PRODUCTS(load, at) _mm256_mul_epu32(load, _mm256_loadu_si256((const __m256i *)(factors + (at))))
 #define VECTOR(name, type, plain, load)                                                                                \
-    __attribute__((target("avx2"))) static u64 name(const type *words, i64 num, u64 seed) {                            \
-        const __m256i step = _mm256_set1_epi64x((long long)(4 * STEP)), one = _mm256_set1_epi64x(1);                   \
-        const __m256i low = _mm256_set1_epi64x((long long)(MIX & 0xFFFFFFFFull));                                      \
-        const __m256i high = _mm256_set1_epi64x((long long)(MIX >> 32));                                               \
-        __m256i x = _mm256_set_epi64x((long long)(seed + 3 * STEP), (long long)(seed + 2 * STEP),                      \
-                                      (long long)(seed + STEP), (long long)seed);                                      \
-        __m256i lows = _mm256_setzero_si256(), highs = lows;                                                           \
+    __attribute__((target("avx2"))) static u64 name(const type *words, const u64 *factors, i64 num) {                  \
+        __m256i even = _mm256_setzero_si256(), odd = even;                                                             \
         i64 i = 0;                                                                                                     \
-        for (; i + 4 <= num; i += 4) {                                                                                 \
-            const __m256i top = _mm256_srli_epi64(x, 32), h = _mm256_xor_si256(x, top);                                \
-            const __m256i cross = _mm256_add_epi64(_mm256_mul_epu32(h, high), _mm256_mul_epu32(top, low));             \
-            __m256i m = _mm256_add_epi64(_mm256_mul_epu32(h, low), _mm256_slli_epi64(cross, 32));                      \
-            m = _mm256_or_si256(_mm256_xor_si256(m, _mm256_srli_epi64(m, 29)), one);                                   \
-            const __m256i w = load;                                                                                    \
-            lows = _mm256_add_epi64(lows, _mm256_mul_epu32(m, w));                                                     \
-            highs = _mm256_add_epi64(highs, _mm256_mul_epu32(_mm256_srli_epi64(m, 32), w));                            \
-            x = _mm256_add_epi64(x, step);                                                                             \
+        for (; i + 8 <= num; i += 8) {                                                                                 \
+            even = _mm256_add_epi64(even, PRODUCTS(load(words + i), i));                                               \
+            odd = _mm256_add_epi64(odd, PRODUCTS(load(words + i + 4), i + 4));                                         \
         }                                                                                                              \
-        u64 a[4], b[4];                                                                                                \
-        _mm256_storeu_si256((__m256i *)a, lows);                                                                       \
-        _mm256_storeu_si256((__m256i *)b, highs);                                                                      \
-        return a[0] + a[1] + a[2] + a[3] + ((b[0] + b[1] + b[2] + b[3]) << 32) + plain(words, i, num, seed);           \
+        u64 lanes[4];                                                                                                  \
+        _mm256_storeu_si256((__m256i *)lanes, _mm256_add_epi64(even, odd));                                            \
+        return lanes[0] + lanes[1] + lanes[2] + lanes[3] + plain(words + i, factors + i, num - i);                     \
     }
 
 static inline int four_bytes(const void *at) {
@@ -58,20 +46,36 @@ static inline int four_bytes(const void *at) {
     return out;
 }
 
-VECTOR(vector1, u8, plain1, _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(four_bytes(words + i))))
-VECTOR(vector2, u16, plain2, _mm256_cvtepu16_epi64(_mm_loadl_epi64((const __m128i *)(words + i))))
-VECTOR(vector4, u32, plain4, _mm256_cvtepu32_epi64(_mm_loadu_si128((const __m128i *)(words + i))))
+#define LOAD1(at) _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(four_bytes(at)))
+#define LOAD2(at) _mm256_cvtepu16_epi64(_mm_loadl_epi64((const __m128i *)(at)))
+#define LOAD4(at) _mm256_cvtepu32_epi64(_mm_loadu_si128((const __m128i *)(at)))
+VECTOR(vector1, u8, plain1, LOAD1)
+VECTOR(vector2, u16, plain2, LOAD2)
+VECTOR(vector4, u32, plain4, LOAD4)
 #endif
 
-static u64 sum(const u8 *data, i64 num_words, int word, u64 seed) {
+static u64 block_sum(const u8 *data, const u64 *factors, i64 num, int word) {
 #ifdef HAVE_AVX2
-    if (__builtin_cpu_supports("avx2") && word == 1) return vector1(data, num_words, seed);
-    if (__builtin_cpu_supports("avx2") && word == 2) return vector2((const u16 *)data, num_words, seed);
-    if (__builtin_cpu_supports("avx2") && word == 4) return vector4((const u32 *)data, num_words, seed);
+    if (__builtin_cpu_supports("avx2") && word == 1) return vector1(data, factors, num);
+    if (__builtin_cpu_supports("avx2") && word == 2) return vector2((const u16 *)data, factors, num);
+    if (__builtin_cpu_supports("avx2") && word == 4) return vector4((const u32 *)data, factors, num);
 #endif
-    if (word == 1) return plain1(data, 0, num_words, seed);
-    if (word == 2) return plain2((const u16 *)data, 0, num_words, seed);
-    return plain4((const u32 *)data, 0, num_words, seed);
+    if (word == 1) return plain1(data, factors, num);
+    if (word == 2) return plain2((const u16 *)data, factors, num);
+    return plain4((const u32 *)data, factors, num);
+}
+
+/* `index`: of the first word in its tensor; `factors`: of all places. */
+static u64 sum(const u8 *data, i64 num_words, int word, u64 key, u64 index, const u64 *factors) {
+    u64 total = 0;
+    while (num_words > 0) {
+        const i64 place = (i64)(index % BLOCK_WORDS), rest = BLOCK_WORDS - place, take = num_words < rest ? num_words : rest;
+        total += block_factor(key, index / BLOCK_WORDS) * block_sum(data, factors + place, take, word);
+        data += take * word;
+        index += (u64)take;
+        num_words -= take;
+    }
+    return total;
 }
 
 /* Loops that a compiler turns into vector code, once for any machine and once for AVX2. */
@@ -114,6 +118,8 @@ static void convert(i64 from, i64 to, const u8 *in, u8 *out, i64 num) {
 
 /* `table`: num_regions x NUM_COLUMNS, checked by regions.py; `bases`: addresses; `sums`: one for each slot, added to. */
 void nereus_regions(const i64 *table, i64 num_regions, const i64 *bases, u64 *sums) {
+    u64 factors[BLOCK_WORDS];
+    for (u32 place = 0; place < BLOCK_WORDS; place++) factors[place] = place_factor(place);
     for (const i64 *region = table; region < table + num_regions * NUM_COLUMNS; region += NUM_COLUMNS) {
         const i64 from = region[FROM], to = region[TO];
         i64 rows = region[NUM_ROWS], cols = region[NUM_COLS];
@@ -130,13 +136,14 @@ void nereus_regions(const i64 *table, i64 num_regions, const i64 *bases, u64 *su
         for (i64 row = 0; row < rows; row++) {
             const u8 *source = src + row * region[SRC_STRIDE] * in;
             u8 *target = dst ? dst + row * region[DST_STRIDE] * out : 0;
-            u64 seed = (u64)region[KEY] + (u64)(region[GLOBAL_START] + row * region[GLOBAL_STRIDE]) * (u64)scale * STEP;
+            u64 index = (u64)(region[GLOBAL_START] + row * region[GLOBAL_STRIDE]) * (u64)scale;
             for (i64 left = cols; left > 0;) {
                 const i64 take = left < most ? left : most;
                 if (target && from == to) memcpy(target, source, (size_t)(take * out));
                 if (target && from != to) convert(from, to, source, target, take);
-                if (sums_it) total += sum(target ? target : source, take * scale, word, seed);
-                seed += (u64)(take * scale) * STEP;
+                if (sums_it)
+                    total += sum(target ? target : source, take * scale, word, (u64)region[KEY], index, factors);
+                index += (u64)(take * scale);
                 source += take * in;
                 target += target ? take * out : 0;
                 left -= take;

@@ -48,33 +48,57 @@ template <int BYTES> struct alignas(BYTES) Unit { u32 words[BYTES / 4]; };
 template <> struct alignas(2) Unit<2> { u16 words[1]; };
 template <> struct Unit<1> { u8 words[1]; };
 
-/* A rectangle of a region, for LANES threads. Strides in bytes; `seed`: checksum input of its first word. */
+/* A rectangle of a region, for LANES threads. Strides in bytes; `index`: of its first word in the tensor `key`. */
 struct Tile {
     const u8 *src;
     u8 *dst;
     i64 src_stride, dst_stride;
     u32 rows, cols;
-    u64 seed, row_step;
+    u64 key, index, row_step;
     bool writes, sums;
 };
 
 /* number * magic >> 32 is number / by, for both up to 2^15. */
 CELL u64 magic_of(u32 by) { return ((1ull << 32) + by - 1) / by; }
 
-/* Sum of BYTES bytes that are elements of WIDTH, the first of them at hash input x. */
-template <int BYTES, int WIDTH> CELL u64 sum_of(const Unit<BYTES> &unit, u64 x) {
-    u64 total = 0;
+/* Words that are neighbours from `index` on, so of two blocks at most: only at the border are two factors needed. */
+struct Neighbours {
+    u64 index, here, next;
+    u32 place;
+};
+
+CELL Neighbours words_from(u64 index) {
+    Neighbours words = {index, 0, 0, (u32)index % BLOCK_WORDS};
+    return words;
+}
+
+CELL void add(Neighbours &words, u32 word) {
+    const u64 product = (u64)place_factor(words.place % BLOCK_WORDS) * word;
+    if (words.place < BLOCK_WORDS)
+        words.here += product;
+    else
+        words.next += product;
+    words.place++;
+}
+
+CELL u64 sum_of(const Neighbours &words, u64 key) {
+    const u64 block = words.index / BLOCK_WORDS, sum = words.here * block_factor(key, block);
+    return words.place > BLOCK_WORDS ? sum + words.next * block_factor(key, block + 1) : sum;
+}
+
+/* Sum of BYTES bytes that are elements of WIDTH, the first of them word `index` of its tensor. */
+template <int BYTES, int WIDTH> CELL u64 unit_sum(const Unit<BYTES> &unit, u64 key, u64 index) {
+    Neighbours words = words_from(index);
     constexpr int parts = WIDTH < 4 && BYTES >= 4 ? 4 / WIDTH : 1;
     constexpr u32 mask = WIDTH == 1 ? 0xFFu : WIDTH == 2 ? 0xFFFFu : 0xFFFFFFFFu;
     UNROLL
     for (int i = 0; i < (BYTES >= 4 ? BYTES / 4 : 1); i++) {
         UNROLL
         for (int part = 0; part < parts; part++) {
-            total += weight(x) * (((u32)unit.words[i] >> (part * 8 * (WIDTH < 4 ? WIDTH : 0))) & mask);
-            x += STEP;
+            add(words, ((u32)unit.words[i] >> (part * 8 * (WIDTH < 4 ? WIDTH : 0))) & mask);
         }
     }
-    return total;
+    return sum_of(words, key);
 }
 
 /* Bits as they are, BYTES at one time. */
@@ -98,7 +122,7 @@ template <int BYTES, int WIDTH> CELL u64 move(const Tile &tile, u32 lane, u32 la
             if (first + k * lanes >= num) continue;
             if (tile.writes) *(Unit<BYTES> *)(tile.dst + rows[k] * tile.dst_stride + cols[k] * BYTES) = units[k];
             if (tile.sums)
-                total += sum_of<BYTES, WIDTH>(units[k], tile.seed + rows[k] * tile.row_step + cols[k] * words * STEP);
+                total += unit_sum<BYTES, WIDTH>(units[k], tile.key, tile.index + rows[k] * tile.row_step + cols[k] * words);
         }
     }
     return total;
@@ -115,7 +139,7 @@ template <int WIDTH> CELL u64 move_bits(Tile tile, u32 lane, u32 lanes) {
         total = move<16, WIDTH>(tile, lane, lanes);
         tile.src += whole;
         tile.dst += whole;
-        tile.seed += whole / (WIDTH < 4 ? WIDTH : 4) * STEP;
+        tile.index += whole / (WIDTH < 4 ? WIDTH : 4);
         tile.cols = end;
         return end ? total + move<WIDTH, WIDTH>(tile, lane, lanes) : total;
     } else
@@ -149,14 +173,15 @@ template <int IN, int OUT, int NUM> CELL u64 convert(const Tile &tile, i64 from,
         UNROLL
         for (u32 k = 0; k < FEW; k++) {
             if (first + k * lanes >= num) continue;
-            const u64 x = tile.seed + rows[k] * tile.row_step + (u64)(cols[k] * NUM) * STEP;
+            Neighbours words = words_from(tile.index + rows[k] * tile.row_step + cols[k] * NUM);
             Target target;
             UNROLL
             for (u32 i = 0; i < NUM; i++) {
                 const u32 bits = converted(from, to, sources[k].cells[i]);
                 target.cells[i] = (typename Number<OUT>::type)bits;
-                if (tile.sums) total += weight(x + i * STEP) * bits;
+                if (tile.sums) add(words, bits);
             }
+            if (tile.sums) total += sum_of(words, tile.key);
             *(Target *)(tile.dst + rows[k] * tile.dst_stride + cols[k] * (OUT * NUM)) = target;
         }
     }
@@ -186,8 +211,9 @@ CELL u64 run_tile(const i64 *region, i64 number, const i64 *bases, u32 lane, u32
     if (!tile.writes) tile.dst_stride = tile.src_stride; /* an address that it could write to, but does not */
     tile.dst = global<u8>(bases[region[tile.writes ? DST : SRC]]) + row * tile.dst_stride;
     tile.dst += (region[tile.writes ? DST_OFFSET : SRC_OFFSET] + col) * out;
-    tile.row_step = (u64)(region[GLOBAL_STRIDE] * scale) * STEP;
-    tile.seed = (u64)region[KEY] + (u64)((region[GLOBAL_START] + col) * scale) * STEP + (u64)row * tile.row_step;
+    tile.row_step = (u64)(region[GLOBAL_STRIDE] * scale);
+    tile.key = (u64)region[KEY];
+    tile.index = (u64)((region[GLOBAL_START] + col) * scale) + (u64)row * tile.row_step;
     tile.sums = region[SLOT] >= 0;
     if (from == to) {
         if (out == 2) return move_bits<2>(tile, lane, lanes);

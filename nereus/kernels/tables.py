@@ -25,10 +25,11 @@ from nereus.kernels.pack import (
 
 
 class Do(Enum):
-    """Into a buffer with a checksum, out of a buffer, or a checksum of what lies in the storages."""
+    """Into a buffer with a checksum, out of a buffer, out of it with a checksum, or a checksum of what lies there."""
 
     GATHER = auto()
     SCATTER = auto()
+    LAND = auto()
     SUM = auto()
 
 
@@ -44,7 +45,7 @@ def of_packing(what: Packing, do: Do, keys: npt.NDArray[np.uint64]) -> tuple[Int
         numbers, place = np.unique(number, return_inverse=True)
     widths = np.zeros(len(numbers), dtype=np.int64)
     table = np.zeros((len(blocks), r.NUM_GIVEN), dtype=np.int64)
-    storage, buffer = (r.DST, r.SRC) if do is Do.SCATTER else (r.SRC, r.DST)
+    storage, buffer = (r.DST, r.SRC) if do in (Do.SCATTER, Do.LAND) else (r.SRC, r.DST)
     table[:, storage] = place
     table[:, storage + 1] = blocks[:, OFFSET]
     table[:, storage + 2] = blocks[:, ROW_STRIDE]

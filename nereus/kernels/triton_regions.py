@@ -66,7 +66,17 @@ class Triton:
 
 
 @triton.jit
-def _weight(x):
+def _place_factor(index):
+    x = (index.to(tl.uint32) & 255) * 0x9E3779B1 + 0x9E3779B1
+    x = x ^ (x >> 15)
+    x = x * 0x85EBCA77
+    x = x ^ (x >> 13)
+    return x | 1
+
+
+@triton.jit
+def _block_factor(key, block):
+    x = key + block * _STEP
     x = x ^ (x >> 32)
     x = x * _MIX
     x = x ^ (x >> 29)
@@ -84,7 +94,7 @@ def _places(first, magic, cols, BLOCK: tl.constexpr):
 @triton.jit
 def _words(rectangle, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Words of 4 bytes, ``cols`` a row, each PARTS elements."""
-    src, dst, src_stride, dst_stride, rows, cols, seed, row_step, writes, sums = rectangle
+    src, dst, src_stride, dst_stride, rows, cols, key, start, row_step, writes, sums = rectangle
     total = tl.zeros((BLOCK,), dtype=tl.uint64)
     magic = (((1 << 32) + cols - 1) // cols).to(tl.uint32)
     source, target = src.to(tl.pointer_type(tl.uint32)), dst.to(tl.pointer_type(tl.uint32))
@@ -97,15 +107,26 @@ def _words(rectangle, PARTS: tl.constexpr, BLOCK: tl.constexpr):
         value = tl.load(source + row * src_stride + col, mask=number < num, other=0)
         tl.store(target + row * dst_stride + col, value, mask=number < num_out)
         if sums:
-            x = seed + row.to(tl.uint64) * row_step + (col * PARTS).to(tl.uint64) * _STEP
+            index = start + row.to(tl.uint64) * row_step + (col * PARTS).to(tl.uint64)
+            # The parts of a word may lie in two blocks; the sums of each are multiplied by its factor once.
+            here = tl.zeros((BLOCK,), dtype=tl.uint64)
+            beyond = tl.zeros((BLOCK,), dtype=tl.uint64)
             for part in tl.static_range(PARTS):
                 bits = value
                 if PARTS == 2:
                     bits = (value >> (16 * part)) & 0xFFFF
                 if PARTS == 4:
                     bits = (value >> (8 * part)) & 0xFF
-                total += _weight(x) * bits.to(tl.uint64)
-                x += _STEP
+                product = _place_factor(index + part).to(tl.uint64) * bits.to(tl.uint64)
+                if PARTS == 1:
+                    here += product
+                else:
+                    inside = ((index & 255) + part) < 256
+                    here += tl.where(inside, product, 0)
+                    beyond += tl.where(inside, 0, product)
+            total += here * _block_factor(key, index >> 8)
+            if PARTS > 1:
+                total += beyond * _block_factor(key, (index >> 8) + 1)
     return tl.sum(total.to(tl.int64), axis=0)
 
 
@@ -124,7 +145,7 @@ def _converted(value, kind_in, kind_out):
 @triton.jit
 def _elements(rectangle, kind_in, kind_out, BLOCK: tl.constexpr):
     """Elements of at most 4 bytes, one a lane; of any kinds, so that this loop is compiled once."""
-    src, dst, src_stride, dst_stride, rows, cols, seed, row_step, writes, sums = rectangle
+    src, dst, src_stride, dst_stride, rows, cols, key, start, row_step, writes, sums = rectangle
     total = tl.zeros((BLOCK,), dtype=tl.uint64)
     magic = (((1 << 32) + cols - 1) // cols).to(tl.uint32)
     width_in, width_out = _width(kind_in), _width(kind_out)
@@ -149,8 +170,9 @@ def _elements(rectangle, kind_in, kind_out, BLOCK: tl.constexpr):
         ends = number < tl.where(width_out == 4, num_out, 0)
         tl.store(dst.to(tl.pointer_type(tl.uint32)) + at, value, mask=ends)
         if sums:
-            x = seed + row.to(tl.uint64) * row_step + col.to(tl.uint64) * _STEP
-            total += tl.where(number < num, _weight(x) * value.to(tl.uint64), 0)
+            index = start + row.to(tl.uint64) * row_step + col.to(tl.uint64)
+            product = _place_factor(index).to(tl.uint64) * value.to(tl.uint64)
+            total += tl.where(number < num, product * _block_factor(key, index >> 8), 0)
     return tl.sum(total.to(tl.int64), axis=0)
 
 
@@ -180,9 +202,9 @@ def run_tile(table, region_of, number_of, bases, sums, BLOCK: tl.constexpr):
     summed = slot >= 0
     scale = tl.where(width_out == 8, 2, 1).to(tl.int64)
     global_stride = tl.load(region + _GLOBAL_STRIDE)
-    row_step = (global_stride * scale).to(tl.uint64) * _STEP
-    start = (tl.load(region + _GLOBAL_START) + row * global_stride + col) * scale
-    seed = tl.load(region + _KEY).to(tl.uint64) + start.to(tl.uint64) * _STEP
+    row_step = (global_stride * scale).to(tl.uint64)
+    start = ((tl.load(region + _GLOBAL_START) + row * global_stride + col) * scale).to(tl.uint64)
+    key = tl.load(region + _KEY).to(tl.uint64)
     total = tl.zeros((), dtype=tl.int64)
     ways = src | dst | (cols * width_out)
     if rows > 1:
@@ -192,7 +214,7 @@ def run_tile(table, region_of, number_of, bases, sums, BLOCK: tl.constexpr):
         cols = cols * width_out // 4
         src_stride = src_stride * width_out // 4
         dst_stride = dst_stride * width_out // 4
-        rectangle = (src, dst, src_stride, dst_stride, rows, cols, seed, row_step, writes, summed)
+        rectangle = (src, dst, src_stride, dst_stride, rows, cols, key, start, row_step, writes, summed)
         if width_out == 2:
             total = _words(rectangle, 2, BLOCK)
         elif width_out == 1:
@@ -200,7 +222,7 @@ def run_tile(table, region_of, number_of, bases, sums, BLOCK: tl.constexpr):
         else:
             total = _words(rectangle, 1, BLOCK)
     else:
-        rectangle = (src, dst, src_stride, dst_stride, rows, cols, seed, row_step, writes, summed)
+        rectangle = (src, dst, src_stride, dst_stride, rows, cols, key, start, row_step, writes, summed)
         total = _elements(rectangle, kind_in, kind_out, BLOCK)
     if summed:
         tl.atomic_add(sums + slot, total, sem="relaxed")

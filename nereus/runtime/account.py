@@ -52,6 +52,9 @@ class ExecutionReport:
     peaks: tuple[tuple[Device, int, int, int], ...]
     num_messages: int
     phases_s: tuple[tuple[str, float], ...]
+    #: Received by reading the sender's memory, and why other processes of this host were reached over gloo.
+    direct_bytes: int = 0
+    notes: tuple[str, ...] = ()
     #: (slot, tensors) of live moves: held before, wanted by nobody, and said to be dropped.
     dropped: tuple[tuple[str, int], ...] = ()
 

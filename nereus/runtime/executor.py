@@ -20,11 +20,12 @@ from nereus.ir.cluster import Device
 from nereus.ir.program import LocalCopy, Message, Program, StorageSpec, Wave
 from nereus.ir.units import DTYPE_BYTES
 from nereus.kernels.checksum import tensor_key
-from nereus.kernels.move import copy, gather, pieces, scatter, stored
-from nereus.kernels.pack import Packing, in_place_bytes
+from nereus.kernels.move import copy, gather, land, pieces, stored
+from nereus.kernels.pack import Packing, in_place_bytes, rows_in_place
 from nereus.runtime.account import Account, ExecutionReport, Progress, Stopwatch
 from nereus.runtime.faults import DAMAGED_MESSAGE, DIFFERENT_DIGEST, WRONG_STATE, Fault, first_line
 from nereus.runtime.state import Allocate, DeviceState, allocate, fresh_bytes, key_of, same_place
+from nereus.runtime.transports.attach import LEAST_ROW_BYTES
 from nereus.runtime.transports.base import CHECKSUM_MASK, Parcel, Transport
 from nereus.runtime.validate import validate
 
@@ -73,13 +74,14 @@ class _Participant:
 
 @dataclass(slots=True)
 class _InFlight:
-    """A message under way. ``buffers``: one for each piece; ``in_place``: whether it is the storage itself. ``total``:
-    checksum of what has arrived so far."""
+    """A message under way. ``buffers``: one for each piece; ``staged``: whether it is staging, not the storage itself.
+    ``total``: checksum of what has arrived so far."""
 
     owner: _Participant
     message: Message
     pieces: tuple[Packing, ...]
     buffers: list[torch.Tensor] = field(default_factory=list)
+    staged: list[bool] = field(default_factory=list)
     total: int = 0
 
     @property
@@ -88,7 +90,7 @@ class _InFlight:
 
     @property
     def staged_bytes(self) -> int:
-        return sum(piece.num_bytes for piece in self.pieces if not piece.in_place)
+        return sum(piece.num_bytes for piece, staged in zip(self.pieces, self.staged, strict=True) if staged)
 
 
 def execute(
@@ -116,7 +118,7 @@ class _Executor:
         self.options = options
         self.participants = [_participant(programs[device], states[device]) for device in sorted(programs)]
         self.clock = Stopwatch()
-        self.sent = self.copied = self.num_messages = 0
+        self.sent = self.copied = self.num_messages = self.direct = 0
         self.received: dict[int, int] = {}
         self.released = False
         self.now = f"process {transport.process}"  # what a failure is blamed on
@@ -152,6 +154,8 @@ class _Executor:
             ),
             num_messages=self.num_messages,
             phases_s=tuple(self.clock.phases.items()),
+            direct_bytes=self.direct,
+            notes=self.transport.notes,
         )
 
     # -- before byte one ----------------------------------------------------------------------------------------------
@@ -229,20 +233,23 @@ class _Executor:
             self.copied += _bytes_of(blocks.dst.table, p.widths)
 
     def _flights(self, messages: Iterable[tuple[_Participant, Message]]) -> list[_InFlight]:
-        """The messages cut, and staging for all pieces that are not one run of a storage."""
+        """The messages cut, and staging for all pieces that the transport cannot take from or put to their place."""
         flights = []
         for p, message in messages:
             self._blame(p)
             flight = _InFlight(p, message, pieces(message.blocks.table, p.widths))
+            direct = self.transport.direct(p.device, message.peer)
+            places = [_place(p.data, what, direct=direct) for what in flight.pieces]
+            flight.staged = [place is None for place in places]
             p.account.stage(flight.staged_bytes)
-            room = fresh_bytes(sum(_aligned(what.num_bytes) for what in flight.pieces if not what.in_place))
+            sizes = [_aligned(what.num_bytes) for what in flight.pieces]
+            room = fresh_bytes(sum(size for size, place in zip(sizes, places, strict=True) if place is None))
             position = 0
-            for what in flight.pieces:
-                if what.in_place:
-                    flight.buffers.append(in_place_bytes(p.data, what))
-                else:
-                    flight.buffers.append(room.narrow(0, position, what.num_bytes))
-                    position += _aligned(what.num_bytes)
+            for what, size, place in zip(flight.pieces, sizes, places, strict=True):
+                if place is None:
+                    place = room.narrow(0, position, what.num_bytes)
+                    position += size
+                flight.buffers.append(place)
             flights.append(flight)
         return flights
 
@@ -269,10 +276,7 @@ class _Executor:
 
     def _pack(self, flight: _InFlight, part: int) -> Parcel:
         p, what, data = flight.owner, flight.pieces[part], flight.buffers[part]
-        if what.in_place:
-            total = stored(p.data, what, p.keys, data)
-        else:
-            total = gather(p.data, what, p.keys, data)
+        total = gather(p.data, what, p.keys, data) if flight.staged[part] else stored(p.data, what, p.keys)
         return Parcel(flight.message.tag, p.device, flight.message.peer, data, total, part)
 
     def _wait(self, receives: list[_InFlight]) -> Mapping[int, int]:
@@ -286,9 +290,10 @@ class _Executor:
             flight = flights[parcel.tag]
             p, what = flight.owner, flight.pieces[parcel.part]
             self._blame(p)
-            if not what.in_place:
-                self._timed("unpack", lambda: scatter(p.data, what, p.keys, parcel.data))
-            flight.total += self._timed("verify", lambda: stored(p.data, what, p.keys, parcel.data))
+            if flight.staged[parcel.part]:
+                flight.total += self._timed("unpack", lambda: land(p.data, what, p.keys, parcel.data))
+            else:
+                flight.total += self._timed("verify", lambda: stored(p.data, what, p.keys))
             self._blame(None)
             worked_s += time.monotonic() - begin
 
@@ -307,6 +312,8 @@ class _Executor:
             if flight.pieces and flight.total & CHECKSUM_MASK != checksums[tag]:
                 raise self._damaged(flight)
             self.received[tag] = flight.num_bytes
+            if self.transport.direct(flight.message.peer, flight.owner.device):
+                self.direct += flight.num_bytes
 
     def _damaged(self, flight: _InFlight) -> Fault:
         first = flight.owner.spec(int(flight.message.blocks.table[0, 0]))
@@ -368,6 +375,15 @@ def _participant(program: Program, state: DeviceState) -> _Participant:
 def _aligned(num_bytes: int) -> int:
     """Room for that many bytes, so that the next piece's elements are aligned."""
     return -(-num_bytes // 8) * 8
+
+
+def _place(data: Mapping[int, torch.Tensor], what: Packing, *, direct: bool) -> torch.Tensor | None:
+    """A piece's bytes where they lie, if they can travel from or to there: one run, or rows that are long enough for a
+    transport that is ``direct``."""
+    if what.in_place:
+        return in_place_bytes(data, what)
+    rows = rows_in_place(data, what) if direct else None
+    return rows if rows is not None and rows.shape[1] >= LEAST_ROW_BYTES else None
 
 
 def _num_bytes(data: torch.Tensor) -> int:

@@ -195,7 +195,7 @@ def _corrupt_posts(drill: Drill, transport: Transport) -> None:
         if wave >= drill.wave and sends and not done:
             done = True
             parcel: Parcel = sends[0]
-            data = parcel.data.clone()
+            data = parcel.data.clone().view(-1)
             data[len(data) // 2] ^= 16
             sends[0] = Parcel(parcel.tag, parcel.src, parcel.dst, data, parcel.checksum)
         post(wave, sends, receives)

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from kernel_support import weight  # noqa: E402
+
 from nereus.kernels import checksum as module  # noqa: E402
 from nereus.kernels.checksum import checksum, tensor_key  # noqa: E402
 from nereus.kernels.pack import pack, packing  # noqa: E402
@@ -37,11 +39,7 @@ def plain_sum(storage: Any, row: Any, key: int) -> int:
             at, index = (offset + r * stride + c) * width, start + r * global_stride + c
             for part in range(width // word):
                 bits = int.from_bytes(raw[at + part * word : at + (part + 1) * word], "little")
-                value = (key + (index * (width // word) + part) * 0x9E3779B97F4A7C15) & mask
-                value ^= value >> 32
-                value = (value * 0xD6E8FEB86659FD93) & mask
-                value ^= value >> 29
-                total += bits * (value | 1)
+                total += bits * weight(key, index * (width // word) + part)
     return total & mask
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from kernel_support import KINDS, NUMBERS, TRICKY, answer, kernel, tables  # noqa: E402
+from kernel_support import KINDS, NUMBERS, TRICKY, answer, kernel, tables, weight  # noqa: E402
 
 from nereus.kernels import reference  # noqa: E402
 from nereus.kernels import regions as r  # noqa: E402
@@ -51,11 +51,7 @@ def element_sum(element: bytes, key: int, index: int) -> int:
     words = [element] if len(element) < 8 else [element[:4], element[4:]]
     total = 0
     for part, word in enumerate(words):
-        value = (key + (index * len(words) + part) * 0x9E3779B97F4A7C15) & MASK
-        value ^= value >> 32
-        value = (value * 0xD6E8FEB86659FD93) & MASK
-        value ^= value >> 29
-        total += (value | 1) * int.from_bytes(word, "little")
+        total += weight(key, index * len(words) + part) * int.from_bytes(word, "little")
     return total
 
 

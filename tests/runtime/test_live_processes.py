@@ -75,7 +75,7 @@ def _break(fault: str, rank: int, old: Binding) -> Any:
     if fault == "a bug while reading":
         replicas.stored = lambda *_: _raise(OSError("bad block"))
     if fault == "write":
-        executor.scatter = executor.stored = executor.copy = lambda *_, **__: _raise(RuntimeError("no room"))
+        executor.land = executor.stored = executor.copy = lambda *_, **__: _raise(RuntimeError("no room"))
     return old
 
 
@@ -88,7 +88,7 @@ def _attempts(rank: int, world: int) -> dict[str, tuple[str, str, float, bool]]:
     torch.set_num_threads(1)
     found = {}
     genuine = [(m, n, getattr(m, n)) for m, n in ((live, "answers"), (replicas, "stored"))]
-    genuine += [(executor, n, getattr(executor, n)) for n in ("scatter", "stored", "copy")]
+    genuine += [(executor, n, getattr(executor, n)) for n in ("land", "stored", "copy")]
     for fault in FAULTS:
         shared = fault in ("copies that differ", "a bug while reading")
         lo, hi = (0, 6) if shared else (2 * rank, 2 * rank + 2)

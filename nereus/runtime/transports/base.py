@@ -16,8 +16,9 @@ CHECKSUM_MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """One piece of a message. ``data``: uint8; a sender's is read, a receiver's is filled; neither may change until the
-    end of ``wait``, but a receiver's that has arrived may be read. ``checksum``: of a sender's piece."""
+    """One piece of a message. ``data``: uint8, contiguous, or [rows, bytes of a row] where the transport is ``direct``;
+    a sender's is read, a receiver's is filled; neither may change until the end of ``wait``, but a receiver's that has
+    arrived may be read. ``checksum``: of a sender's piece."""
 
     tag: int
     src: Device
@@ -35,6 +36,13 @@ class Transport(Protocol):
 
     @property
     def num_processes(self) -> int: ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What somebody who wonders about its speed should know."""
+
+    def direct(self, src: Device, dst: Device) -> bool:
+        """Whether the receiver copies out of the sender's memory: rows need not be packed then."""
 
     def post(self, wave: int, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         """Start pieces of a wave's messages; none waits for another. May be called several times in a wave; the pieces

@@ -1,8 +1,13 @@
-"""torch.distributed's gloo between processes; devices of one process exchange copies of memory.
+"""Between processes: torch.distributed's gloo, and reads of each other's memory where they share a host (``attach``).
+Devices of one process exchange copies of memory.
 
 A process posts all that it receives in a wave before it sends anything, the pieces of a message in order under the
 message's tag (gloo keeps the order of equal tags between two processes), and waits only after all of it is posted;
 gloo's own thread moves whatever is posted, so that no order of posting can make two processes wait for each other.
+
+Of a piece for a process that can read this one's memory, only a ticket goes: where it lies. The receiver copies it from
+there, and says when it is done with a wave, so that the sender may change or free what it lent. Checksums, failures and
+deadlines are the same; a sender that dies is found by the read, by its connections, or by its silence.
 
 Failures: whoever stops writes why into the store (the first one wins) and closes its connections; that ends the waits
 of its peers at once, and they read the store. A process that neither speaks nor closes runs into the others' deadlines.
@@ -21,6 +26,7 @@ import torch.distributed
 
 from nereus.ir.cluster import Device
 from nereus.runtime.faults import DEADLINE, PARTICIPANT_FAILED, PROGRAM_FAULT, Fault, first_line
+from nereus.runtime.transports.attach import Card, Rows, meet, read
 from nereus.runtime.transports.base import CHECKSUM_MASK, Parcel
 from nereus.runtime.transports.inprocess import Mailbox
 
@@ -29,6 +35,8 @@ dist: Any = torch.distributed
 
 #: Tags above this one carry the checksums of one wave from process to process.
 _FIRST_CHECK_TAG = 1 << 30
+#: And these the word that a process has read all that was lent to it in one.
+_FIRST_READ_TAG = _FIRST_CHECK_TAG + (1 << 29)
 #: Bytes of a text in a gather; longer ones are cut.
 _TEXT_BYTES = 1024
 _CLOSED_TEXT = "the connection was closed"
@@ -60,8 +68,14 @@ class Gloo:
         self._store = dist.PrefixStore(name, store)
         self._mailbox = Mailbox()
         self._wave = 0
-        #: What is under way, in the order in which it was posted; the parcel of a receive.
-        self._works: deque[tuple[Any, str, Parcel | None]] = deque()
+        #: What is under way, in the order in which it was posted; of a receive its parcel, and its ticket if there is.
+        self._works: deque[tuple[Any, str, Parcel | None, torch.Tensor | None]] = deque()
+        #: Processes whose memory this one reads, by number, with their process numbers; and those that read this one's.
+        self._reads: dict[int, int] = {}
+        self._read_by: set[int] = set()
+        self._lent_to: set[int] = set()
+        self._read_from: set[int] = set()
+        self.notes: tuple[str, ...] = ()
         #: By peer: checksums by tag of what goes out, and the tags of what comes in.
         self._checks_out: dict[int, dict[int, int]] = {}
         self._checks_in: dict[int, dict[int, int]] = {}
@@ -73,10 +87,31 @@ class Gloo:
             self._group: Any = dist.ProcessGroupGloo(self._store, process, num_processes, options)
         except RuntimeError as error:
             raise self._fault(error, "the processes did not find each other", deadline_s) from None
+        self._card = Card()
+        try:
+            self._meet(deadline_s)
+        except Fault:
+            self._drop()
+            raise
 
     @property
     def where(self) -> str:
         return f"process {self.process}"
+
+    def _meet(self, deadline_s: float) -> None:
+        """Who can read whose memory: each tries, and tells."""
+        mine = self._card.text()
+        found = [meet(mine, card) for card in self.gather(mine, deadline_s)]
+        found[self.process] = (0, "")
+        self._reads = {number: pid for number, (pid, _) in enumerate(found) if pid}
+        said = self.gather(f"{sum(1 << number for number in self._reads):x}", deadline_s)
+        self._read_by = {number for number, mask in enumerate(said) if int(mask, 16) >> self.process & 1}
+        self.notes = tuple(f"process {number} over gloo: {why}" for number, (_, why) in enumerate(found) if why)
+
+    def direct(self, src: Device, dst: Device) -> bool:
+        """The two ends agree: the receiver said what it reads."""
+        there, here = self._process_of[src], self._process_of[dst]
+        return (here == self.process and there in self._reads) or (there == self.process and here in self._read_by)
 
     def post(self, wave: int, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         self._wave = wave
@@ -90,7 +125,18 @@ class Gloo:
                     raise Fault(PROGRAM_FAULT, "message tags are outside the transport's range", where=self.where)
                 sums = (self._checks_out if is_send else self._checks_in).setdefault(peer, {})
                 sums[parcel.tag] = (sums.get(parcel.tag, 0) + parcel.checksum) & CHECKSUM_MASK
-                self._start(is_send, parcel.data, peer, parcel.tag, parcel)
+                if is_send and peer in self._read_by:
+                    rows = Rows.of(parcel.data)
+                    ticket = torch.tensor([rows.address, rows.num, rows.num_bytes, rows.stride])
+                    self._posted.append(parcel.data)
+                    self._lent_to.add(peer)
+                    self._start(True, ticket, peer, parcel.tag)
+                elif not is_send and peer in self._reads:
+                    ticket = torch.empty(4, dtype=torch.int64)
+                    self._read_from.add(peer)
+                    self._start(False, ticket, peer, parcel.tag, parcel, ticket)
+                else:
+                    self._start(is_send, parcel.data, peer, parcel.tag, parcel)
 
     def _exchange_checks(self) -> list[tuple[list[int], torch.Tensor]]:
         """Start sending every peer the checksums of what was sent to it; (tags, where theirs will be) of every peer."""
@@ -108,7 +154,15 @@ class Gloo:
                 self._start(True, torch.tensor(signed, dtype=torch.int64), peer, tag)
         return expected
 
-    def _start(self, is_send: bool, data: torch.Tensor, peer: int, tag: int, parcel: Parcel | None = None) -> None:
+    def _start(
+        self,
+        is_send: bool,
+        data: torch.Tensor,
+        peer: int,
+        tag: int,
+        parcel: Parcel | None = None,
+        ticket: torch.Tensor | None = None,
+    ) -> None:
         if self._group is None:
             raise Fault(PARTICIPANT_FAILED, "the transport is closed", where=self.where)
         self._posted.append(data)  # gloo reads or fills it until the work is done
@@ -117,24 +171,43 @@ class Gloo:
         except RuntimeError as error:
             raise self._fault(error, f"process {peer} is gone", 0.0) from None
         doing = f"{'sending to' if is_send else 'receiving from'} process {peer}"
-        self._works.append((work, doing, None if is_send else parcel))
+        self._works.append((work, doing, None if is_send else parcel, ticket))
 
     def wait(self, deadline_s: float, arrived: Callable[[Parcel], None]) -> dict[int, int]:
         end = time.monotonic() + deadline_s
         expected = self._exchange_checks()
         checksums = self._mailbox.deliver(arrived)
+        self._finish(end, deadline_s, arrived)
+        for peer in sorted(self._read_from):
+            self._start(True, torch.zeros(1), peer, _FIRST_READ_TAG + self._wave)
+        for peer in sorted(self._lent_to):
+            self._start(False, torch.zeros(1), peer, _FIRST_READ_TAG + self._wave)
+        self._finish(end, deadline_s, arrived)
+        for tags, sums in expected:
+            checksums.update((tag, value & CHECKSUM_MASK) for tag, value in zip(tags, sums.tolist(), strict=True))
+        self._forget()
+        return checksums
+
+    def _finish(self, end: float, deadline_s: float, arrived: Callable[[Parcel], None]) -> None:
+        """All that is under way."""
         while self._works:
-            work, doing, parcel = self._works.popleft()
+            work, doing, parcel, ticket = self._works.popleft()
             fault = self._wait(work, end, doing, deadline_s)
             del work
             if fault is not None:
                 raise fault
             if parcel is not None:
+                if ticket is not None:
+                    self._read(parcel, ticket)
                 arrived(parcel)
-        for tags, sums in expected:
-            checksums.update((tag, value & CHECKSUM_MASK) for tag, value in zip(tags, sums.tolist(), strict=True))
-        self._forget()
-        return checksums
+
+    def _read(self, parcel: Parcel, ticket: torch.Tensor) -> None:
+        peer = self._process_of[parcel.src]
+        try:
+            read(self._reads[peer], Rows(*ticket.tolist()), Rows.of(parcel.data))
+        except OSError as error:
+            text = f"{_CLOSED_TEXT} while reading the memory of process {peer}: {error.strerror}"
+            raise Fault(PARTICIPANT_FAILED, text, where=self.where) from None
 
     def _wait(self, work: Any, end: float, doing: str, deadline_s: float) -> Fault | None:
         """The failure is returned, not raised: a traceback would keep gloo's connections open."""
@@ -210,11 +283,14 @@ class Gloo:
         self._forget()
         self._mailbox = Mailbox()
         self._group = None
+        self._card.close()
 
     def _forget(self) -> None:
         self._checks_out.clear()
         self._checks_in.clear()
         self._posted.clear()
+        self._lent_to.clear()
+        self._read_from.clear()
 
 
 def open_store(path: str, num_processes: int) -> Any:

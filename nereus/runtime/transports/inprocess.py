@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from nereus.ir.cluster import Device
 from nereus.runtime.faults import PROGRAM_FAULT, Fault
 from nereus.runtime.transports.base import CHECKSUM_MASK, Parcel
 
@@ -55,9 +56,13 @@ class InProcess:
 
     process = 0
     num_processes = 1
+    notes: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self._mailbox = Mailbox()
+
+    def direct(self, src: Device, dst: Device) -> bool:
+        return False
 
     def post(self, wave: int, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         for parcel in receives:
