@@ -31,9 +31,11 @@ def main(
     stop: tuple[str, int] | None = None,
     lone: tuple[str, int] | None = None,
     ask: tuple[int, Any] | None = None,
+    hold: tuple[str, int] | None = None,
 ) -> None:
     """``stop``: device and step of a process that stops answering, with its connections open. ``lone``: of one whose
-    loop goes ways of its own. ``ask``: at this step the workers ask for that plan."""
+    loop goes ways of its own. ``hold``: of one that lets the others wait in their collective until there is a file
+    ``go``. ``ask``: at this step the workers ask for that plan."""
     torch.set_num_threads(1)
     job = attach(store=store, device=device, name=name, deadline_s=deadline_s, snapshots=True)
     job.bind("actor.train", build, probe=probe)
@@ -50,6 +52,10 @@ def main(
                 if stop == (device, step) and job.epoch == 1:
                     _leave(folder, f"stopped-{device}", os.getpid())
                     os.kill(os.getpid(), signal.SIGSTOP)
+                if hold == (device, step) and job.epoch == 1:
+                    _leave(folder, "holds", step)
+                    while not Path(folder, "go").exists():
+                        time.sleep(0.01)
                 view, adapter = job.view("actor.train"), job.stage("actor.train")
                 assert view is not None and isinstance(adapter, PlainTorch)
                 with job.updating():
@@ -63,7 +69,8 @@ def main(
                 elif (outcome := job.boundary()) is not None:
                     log.append(f"boundary {outcome.epoch} at {step}: {outcome.fault}")
             except COMMUNICATION as error:
-                log.append(f"{time.time():.3f} failed at {step}: {error}")
+                log.append(f"failed at {step}: {error}")
+                _leave(folder, f"heard-{device}", time.time())
                 outcome = job.recover(error)
                 log.append(f"recovered in epoch {outcome.epoch} at {job.loop['step']}")
         trained = job.stage("actor.train")

@@ -1,0 +1,43 @@
+"""One process of a job, as a Ray actor: what runs on the other side of ``RayActors``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from nereus.runtime.codec import decode
+
+#: Words of a host about itself: (host, pid), and which of its machine's accelerators Ray gave it, if Ray counts them.
+Identity = tuple[str, int, str]
+
+
+class Host:
+    """Runs ``target`` once, and then is of no more use: frameworks leave state behind."""
+
+    def identity(self) -> Identity:
+        import ray
+
+        ids = ray.get_runtime_context().get_accelerator_ids()
+        return socket.gethostname(), os.getpid(), next((i[0] for i in ids.values() if i), "")
+
+    def run(self, target: str, job: Mapping[str, Any], args: bytes) -> None:
+        """``args``: encoded. An exception goes to the provider; so does the end of the process."""
+        import torch
+        import torch.distributed
+
+        from nereus.runtime.session.local import asking
+        from nereus.runtime.session.record import Record
+
+        dist: Any = torch.distributed
+        torch.set_num_threads(1)
+        module, _, function = target.partition(":")
+        store = dist.TCPStore(
+            job["address"], job["port"], None, False, timedelta(seconds=job["start_s"]), wait_for_workers=False
+        )
+        getattr(importlib.import_module(module), function)(
+            store=store, device=job["device"], spawn=asking(Record(store, job["name"], 0)), **decode(args)
+        )
