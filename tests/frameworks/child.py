@@ -23,7 +23,13 @@ GROUP_TIMEOUT = datetime.timedelta(seconds=60)
 START_S = 300.0
 
 
-def main(folder: Path, rank: int) -> None:
+def main(folder: Path, rank: int, environ: dict[str, str]) -> None:
+    os.setsid()  # it is killed with all that it started
+    # A file, not a pipe: a pipe that nobody empties would stop a talkative framework.
+    output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(environ)
     # The machine must be clean even after pytest itself was killed.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     faulthandler.enable()
@@ -98,7 +104,3 @@ def _write(path: Path, data: bytes) -> None:
     part = path.with_suffix(".part")
     part.write_bytes(data)
     part.rename(path)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -8,6 +8,7 @@ then repairs what megatron-core's optimizer and MoE layers assume of Apex and Tr
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -166,6 +167,10 @@ def install() -> None:
             replaced[f"{kind}Tensor"] = getattr(torch, f"{kind}Tensor")
     for name, value in replaced.items():
         setattr(torch.cuda, name, value)
+    # Imported before, it took these two under names of its own.
+    streams: Any = sys.modules.get("megatron.core.tensor_parallel.random")
+    if streams is not None:
+        streams._lazy_call, streams._lazy_init = torch.cuda._lazy_call, torch.cuda._lazy_init
     cuda: Any = torch.cuda
     cuda.random.get_rng_state, cuda.random.set_rng_state = get_rng_state, set_rng_state
     cuda.nvtx.range_push, cuda.nvtx.range_pop = constant(0), constant(0)

@@ -1,4 +1,4 @@
-"""Runs a function of a test module on several fresh processes joined by gloo, and leaves no process behind.
+"""Runs a function of a test module on several new processes joined by gloo, and leaves no process behind.
 
     from frameworks.harness import run
 
@@ -10,27 +10,35 @@
     def test_sum() -> None:
         assert run(3, _sum, 2) == [6.0, 6.0, 6.0]
 
-Frameworks keep global state (parallel groups, trackers, accelerators), so every call starts new interpreters.
+Frameworks keep global state (parallel groups, trackers, accelerators), so no process serves two calls. Each is forked
+from one server that has imported torch, megatron-core and transformers and run nothing (``preloaded.py``): their import
+takes longer than most of the tests, and a test has up to eight processes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from frameworks.child import main
+
 TESTS = Path(__file__).resolve().parents[1]
 
-#: What the frameworks need on a machine without GPU and network; set for the children and, by conftest.py, for pytest.
+#: What the frameworks need on a machine without GPU and network; set by conftest.py for pytest, the server and so for all.
 ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join(
+        [str(TESTS), str(TESTS.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    ),
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -46,6 +54,9 @@ ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",
 }
+
+_FORKSERVER = multiprocessing.get_context("forkserver")
+_FORKSERVER.set_forkserver_preload(["frameworks.preloaded"])
 
 #: After the first failure the other ranks get this long to say what they saw.
 GRACE_S = 1.0
@@ -82,7 +93,7 @@ def run(
         # Two pickles: the module must be loaded before arguments of its classes can be.
         (folder / "job").write_bytes(pickle.dumps((job, world_size, init)))
         (folder / "args").write_bytes(pickle.dumps(args))
-        children: list[subprocess.Popen[bytes]] = []
+        children: list[ForkServerProcess] = []
         try:
             for rank in range(world_size):
                 children.append(_start(folder, rank, world_size, env or {}))
@@ -90,20 +101,17 @@ def run(
         finally:
             for child in children:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(child.pid, signal.SIGKILL)
+                    os.killpg(child.pid or 0, signal.SIGKILL)
+                child.kill()  # it may not have had the time to lead a group
             for child in children:
-                child.wait()
+                child.join()
         if failed is not None:
             raise RunFailed(_report(folder, function.__qualname__, children, failed, timeout))
         return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(world_size)]
 
 
-def _start(folder: Path, rank: int, world_size: int, more: dict[str, str]) -> subprocess.Popen[bytes]:
-    paths = [str(TESTS), str(TESTS.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+def _start(folder: Path, rank: int, world_size: int, more: dict[str, str]) -> ForkServerProcess:
     environ = {
-        **os.environ,
-        **ENVIRONMENT,
-        "PYTHONPATH": os.pathsep.join(paths),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -111,23 +119,16 @@ def _start(folder: Path, rank: int, world_size: int, more: dict[str, str]) -> su
         "MASTER_ADDR": "127.0.0.1",
         **more,
     }
-    # A file, not a pipe: a pipe that nobody empties would stop a talkative framework.
-    with open(folder / f"output-{rank}", "wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "frameworks.child", str(folder), str(rank)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environ,
-            start_new_session=True,
-        )
+    child = _FORKSERVER.Process(target=main, args=(folder, rank, environ))
+    child.start()
+    return child
 
 
-def _wait(children: Sequence[subprocess.Popen[bytes]], deadline: float) -> list[int] | None:
+def _wait(children: Sequence[ForkServerProcess], deadline: float) -> list[int] | None:
     """None when all ended well; else the failed ranks in the order of their failure (none: out of time)."""
     failed: list[int] = []
     while True:
-        codes = [child.poll() for child in children]
+        codes = [child.exitcode for child in children]
         failed += [rank for rank, code in enumerate(codes) if code and rank not in failed]
         if all(code is not None for code in codes):
             return failed or None
@@ -139,10 +140,10 @@ def _wait(children: Sequence[subprocess.Popen[bytes]], deadline: float) -> list[
 
 
 def _report(
-    folder: Path, function: str, children: Sequence[subprocess.Popen[bytes]], failed: Sequence[int], timeout: float
+    folder: Path, function: str, children: Sequence[ForkServerProcess], failed: Sequence[int], timeout: float
 ) -> str:
     lines = [f"{function}: rank {failed[0]} failed first" if failed else f"{function}: not done after {timeout:g} s"]
     for rank in [*failed, *(r for r in range(len(children)) if r not in failed)]:
         output = (folder / f"output-{rank}").read_text(errors="replace").splitlines()
-        lines += [f"--- rank {rank}, exit {children[rank].returncode}", *output[-TAIL_LINES:]]
+        lines += [f"--- rank {rank}, exit {children[rank].exitcode}", *output[-TAIL_LINES:]]
     return "\n".join(lines)
