@@ -13,6 +13,7 @@ PHASES = {
     "4": "Memory",
     "5": "Transitions",
     "6": "Execution",
+    "7": "Cost model and search",
     "9": "Internal",
 }
 

@@ -41,6 +41,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "verify": ("verify", "prove a saved transition from its file alone, with code that the compiler does not share"),
     "import": ("import_", "make a plan from the configuration of a training framework"),
     "run": ("run", "carry out a change between plans on real tensors on this machine, and check every element"),
+    "fit": ("fit", "learn from measured training runs what steps take and how much memory"),
+    "predict": ("predict", "step time and peak memory of training runs, with the error where they were measured"),
     "passes": ("passes", "list the passes of the compiler, their options and the pipeline"),
     "explain": ("explain", "cause, example and cure of a message"),
     "doctor": ("doctor", "what works on this machine, and what would enable the rest"),

@@ -2,7 +2,7 @@
 
 Text and JSON are both derived from ``Diagnostic``; rendering lives in ``nereus.lang.render``.
 Codes: NRS1xxx syntax, 2xxx names and values, 3xxx layout, 4xxx memory and pool, 5xxx transition and schedule, 6xxx
-runtime, 9xxx internal. A code is never reused.
+runtime, 7xxx cost model and search, 9xxx internal. A code is never reused.
 """
 
 from __future__ import annotations

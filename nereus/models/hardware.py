@@ -20,6 +20,9 @@ _HBM_DEFAULT_TB_S = 2.0
 #: bf16 of H100 PCIe, the slowest H100 row; only the 96 GB HBM2e part ("between NVL and SXM") lacks a number.
 _BF16_DEFAULT_TFLOPS = 756.0
 
+#: GPUs of a node where the data sheet names no larger domain.
+_NODE_GPUS = 8
+_DOMAIN = re.compile(r"(\d+)-GPU domain")
 _LEADING_NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)")
 
 
@@ -33,10 +36,27 @@ def gpu_type(id: str) -> GpuType:
     return _table()[id]
 
 
+def fp8_tflops(id: str) -> float | None:
+    """Dense; None where the part has no fp8 or its data sheet gives no number."""
+    cell = _rows()[id]["fp8_dense_tflops"]
+    return _number(cell, 0.0) or None
+
+
+def fast_domain(id: str) -> int:
+    """GPUs that the intra-node links join: a node's, or those of a rack-scale domain."""
+    match = _DOMAIN.search(_rows()[id]["intra_link"])
+    return int(match.group(1)) if match else _NODE_GPUS
+
+
 @cache
 def _table() -> Mapping[str, GpuType]:
+    return {id: _from_row(row) for id, row in _rows().items()}
+
+
+@cache
+def _rows() -> Mapping[str, Mapping[str, str]]:
     text = (resources.files("nereus.models") / "data" / "hardware.csv").read_text(encoding="utf-8")
-    return {row["id"]: _from_row(row) for row in csv.DictReader(text.splitlines())}
+    return {row["id"]: row for row in csv.DictReader(text.splitlines())}
 
 
 def _from_row(row: Mapping[str, str]) -> GpuType:

@@ -34,7 +34,7 @@ from frameworks.child import main
 
 TESTS = Path(__file__).resolve().parents[1]
 
-#: What the frameworks need on a machine without GPU and network; set by conftest.py for pytest, the server and so for all.
+#: What the frameworks need on a machine without GPU and network; conftest.py sets it for pytest, and so for all.
 ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join(
         [str(TESTS), str(TESTS.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]

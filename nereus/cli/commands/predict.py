@@ -1,0 +1,119 @@
+"""``nereusc predict``: step time and peak memory of training runs, and the error where they were measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from nereus.cli.exit_codes import ExitCode
+from nereus.cli.files import read_text
+from nereus.cli.measurements import bad_rows, percent, show
+from nereus.cli.options import add_json, add_output_format
+from nereus.cli.output import Output, table
+from nereus.ir.units import GB
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="ROWS.csv", help="runs, one a row; - reads standard input")
+    parser.add_argument(
+        "--calibration", metavar="FILE", help="what nereusc fit wrote (default: data sheets and priors alone)"
+    )
+    add_output_format(parser)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    from nereus.planner.calibration import Calibration, calibrate
+    from nereus.planner.rows import read_rows
+
+    calibration: Calibration = calibrate(()) if args.calibration is None else _read_calibration(args.calibration)
+    rows = read_rows(read_text(args.file), args.file)
+    out.diagnostics(bad_rows(rows, args.file))
+    runs = [row.run for row in rows if row.run is not None]
+    step, memory = calibration.predict_step_time(runs), calibration.predict_peak_memory(runs)
+    step_low, step_high = step.within_90()
+    memory_low, memory_high = memory.within_90()
+    predicted: list[dict[str, Any]] = []
+    number = 0
+    for row in rows:
+        entry: dict[str, Any] = {"row_id": row.id, "line": row.line, "problem": row.problem or None}
+        if row.run is not None:
+            unit = row.run.gb_bytes
+            entry |= {
+                "step_time_s": float(step.value[number]),
+                "step_time_s_within_90": [float(step_low[number]), float(step_high[number])],
+                "peak_mem_gb": float(memory.value[number] / unit),
+                "peak_mem_gb_within_90": [float(memory_low[number] / unit), float(memory_high[number] / unit)],
+                "fits": bool(memory_high[number] <= row.run.machine.mem_gb * GB),
+                "measured_step_time_s": row.run.step_time_s,
+                "measured_peak_mem_gb": row.run.peak_mem_gb,
+                "out_of_memory": row.run.out_of_memory,
+                "assumed": list(row.assumed),
+            }
+            entry |= {
+                f"{name}_error": entry[name] / entry[f"measured_{name}"] - 1
+                for name in ("step_time_s", "peak_mem_gb")
+                if entry[f"measured_{name}"]
+            }
+            number += 1
+        predicted.append(entry)
+    summary = {name: _summary(predicted, name) for name in ("step_time_s", "peak_mem_gb")}
+    if out.json:
+        out.document("predict", {"calibration": args.calibration, "rows": predicted, "accuracy": summary})
+    else:
+        _print(predicted, summary, out)
+    return ExitCode.OK
+
+
+def _read_calibration(path: str) -> Any:
+    from nereus.planner.calibration import from_document
+
+    text = read_text(path)
+    try:
+        return from_document(json.loads(text), path)
+    except json.JSONDecodeError as error:
+        return from_document({"version": f"unknown (line {error.lineno}: {error.msg})"}, path)
+
+
+def _summary(predicted: list[dict[str, Any]], name: str) -> dict[str, Any] | None:
+    import numpy as np
+
+    from nereus.planner.accuracy import accuracy
+
+    with_both = [entry for entry in predicted if f"{name}_error" in entry and not entry["out_of_memory"]]
+    if not with_both:
+        return None
+    low, high = (np.array([entry[f"{name}_within_90"][side] for entry in with_both]) for side in (0, 1))
+    return show(
+        accuracy(
+            np.array([entry[name] for entry in with_both]),
+            np.array([entry[f"measured_{name}"] for entry in with_both]),
+            low,
+            high,
+        )
+    )
+
+
+def _print(predicted: list[dict[str, Any]], summary: dict[str, dict[str, Any] | None], out: Output) -> None:
+    lines = []
+    for entry in predicted:
+        if entry["problem"]:
+            continue
+        cells = [entry["row_id"]]
+        for name, digits in (("step_time_s", 4), ("peak_mem_gb", 3)):
+            low, high = entry[f"{name}_within_90"]
+            measured, error = entry[f"measured_{name}"], entry.get(f"{name}_error")
+            cells += [f"{entry[name]:.{digits}g}", f"{low:.{digits}g} - {high:.{digits}g}"]
+            cells += [f"{measured:.{digits}g}" if measured else "", f"{100 * error:+.1f}%" if error is not None else ""]
+        lines.append([*cells, "yes" if entry["fits"] else "no"])
+    header = ("row", "step s", "90 in 100", "measured", "", "peak GB", "90 in 100", "measured", "", "fits")
+    for line in table(header, lines, right=tuple(range(1, 9))):
+        out.print(line)
+    for name, title in (("step_time_s", "step time"), ("peak_mem_gb", "peak memory")):
+        of = summary[name]
+        if of is not None:
+            out.print(
+                f"{title}: {of['num']} measured, mean error {percent(of['mean'])}, median {percent(of['median'])}, "
+                f"{percent(of['within_90'])} inside the range"
+            )

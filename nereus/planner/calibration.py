@@ -1,0 +1,173 @@
+"""What runs have taught: one model of step time and one of peak memory, kept in a file that can be shared.
+
+The file holds what was seen and what each run pulls at (``learned.py``), not the settings of the prior: those belong to
+the version of Nereus that reads it, and a file of another version is refused rather than read wrongly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nereus.ir.diagnostic import Diagnostic, DiagnosticError, Severity
+from nereus.planner import peak_memory, step_time
+from nereus.planner.learned import Beliefs, Learned, Predicted, Seen, learn
+from nereus.planner.runs import RECOMPUTE, Floats, Run, columns
+
+#: Raised whenever classes, priors or labels change.
+VERSION = 1
+_NUM_PLACES = 12
+
+STEP_TIME = Beliefs(
+    prior=np.log(step_time.class_array(step_time.PRIOR)),
+    spread=step_time.class_array(step_time.SPREAD),
+    everywhere=0.5,
+    by_label={
+        "gpu": 0.3, "format": 0.3, "gpu-format": 0.15, "publisher": 0.3, "cluster": 0.3, "set": 0.15, "sharding": 0.15,
+    },
+    near=0.1,
+    reach=2.0,
+    near_label="set",
+    noise=0.03,
+    freedom=4.0,
+)  # fmt: skip
+
+PEAK_MEMORY = Beliefs(
+    prior=np.log(step_time.class_array(peak_memory.PRIOR, peak_memory.CLASSES)),
+    spread=step_time.class_array(peak_memory.SPREAD, peak_memory.CLASSES),
+    everywhere=0.3,
+    by_label={"reading": 0.3, "publisher": 0.3, "cluster": 0.15, "set": 0.2},
+    near=0.1,
+    reach=2.0,
+    near_label="set",
+    noise=0.02,
+    freedom=4.0,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    step_time: Learned
+    peak_memory: Learned
+
+    def predict_step_time(self, runs: Sequence[Run]) -> Predicted:
+        """Seconds."""
+        return self.step_time.predict(_timed(runs))
+
+    def predict_peak_memory(self, runs: Sequence[Run]) -> Predicted:
+        """Bytes on the fullest GPU, as the run's kind of reading counts them."""
+        return self.peak_memory.predict(_weighed(runs))
+
+
+def calibrate(runs: Sequence[Run]) -> Calibration:
+    """From the runs that were measured; those that ran out of memory teach nothing (their peak is no reading)."""
+    ended = [run for run in runs if not run.out_of_memory]
+    timed = [run for run in ended if run.step_time_s]
+    weighed = [run for run in ended if run.peak_mem_gb]
+    return Calibration(
+        step_time=learn(STEP_TIME, _timed(timed), np.array([run.step_time_s or 0.0 for run in timed])),
+        peak_memory=learn(
+            PEAK_MEMORY, _weighed(weighed), np.array([(run.peak_mem_gb or 0.0) * run.gb_bytes for run in weighed])
+        ),
+    )
+
+
+def _timed(runs: Sequence[Run]) -> Seen:
+    return Seen(x=step_time.class_seconds(columns(runs)), labels=tuple(r.labels for r in runs), place=_places(runs))
+
+
+def _weighed(runs: Sequence[Run]) -> Seen:
+    labels = tuple(run.memory_labels for run in runs)
+    return Seen(x=peak_memory.class_bytes(columns(runs)), labels=labels, place=_places(runs))
+
+
+def _places(runs: Sequence[Run]) -> Floats:
+    """[runs, 12]: layouts that differ by a factor of two in one respect are 1 apart, or 0.5 where it matters less."""
+    c = columns(runs)
+    logs = np.log2(
+        np.stack([c.tp, c.pp, c.micro_batch, c.layers, c.hidden, c.cp,
+                  c.gpus, c.num_microbatches, c.ep, c.seq_len, c.vp], axis=1)
+    )  # fmt: skip
+    logs[:, 6:] *= 0.5
+    return np.concatenate([logs, (c.recompute == RECOMPUTE.index("full"))[:, None].astype(float)], axis=1)
+
+
+def to_document(calibration: Calibration) -> dict[str, Any]:
+    return {
+        "version": VERSION,
+        "step_time": _save(calibration.step_time),
+        "peak_memory": _save(calibration.peak_memory),
+    }
+
+
+def from_document(document: Mapping[str, Any], path: str) -> Calibration:
+    """Raises DiagnosticError (NRS7002)."""
+    try:
+        if document["version"] != VERSION:
+            raise ValueError(f"it is of version {document['version']}, this Nereus reads version {VERSION}")
+        return Calibration(
+            step_time=_load(STEP_TIME, document["step_time"], _NUM_PLACES),
+            peak_memory=_load(PEAK_MEMORY, document["peak_memory"], _NUM_PLACES),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        why = f"'{error.args[0]}' is missing" if isinstance(error, KeyError) else str(error)
+        raise DiagnosticError(
+            [
+                Diagnostic(
+                    code="NRS7002",
+                    severity=Severity.ERROR,
+                    headline=f"{path} is no calibration: {why}",
+                    help="write one with `nereusc fit ROWS.csv -o FILE`",
+                )
+            ]
+        ) from None
+
+
+def _save(learned: Learned) -> dict[str, Any]:
+    return {
+        "labels": [list(labels) for labels in learned.seen.labels],
+        "formula": _rounded(learned.seen.x),
+        "place": _rounded(learned.seen.place),
+        "pull": _rounded(learned.pull),
+        "near_pull": _rounded(learned.near_pull),
+        "noise_variance": _rounded(learned.noise_variance),
+        "honesty": learned.honesty,
+    }
+
+
+def _load(beliefs: Beliefs, saved: Mapping[str, Any], num_places: int) -> Learned:
+    num, num_classes = len(saved["labels"]), len(beliefs.prior)
+    labels = tuple(tuple(str(label) for label in labels) for labels in saved["labels"])
+    if len({tuple(label.split(":")[0] for label in of_run) for of_run in labels}) > 1:
+        raise ValueError("its runs have labels of different kinds")
+    seen = Seen(
+        x=_array(saved, "formula", (num, num_classes)), labels=labels, place=_array(saved, "place", (num, num_places))
+    )
+    honesty = float(saved["honesty"])
+    if not 1.0 <= honesty < math.inf:
+        raise ValueError(f"honesty is {honesty}")
+    return Learned(
+        beliefs=beliefs,
+        seen=seen,
+        pull=_array(saved, "pull", (num, num_classes)),
+        near_pull=_array(saved, "near_pull", (num,)),
+        noise_variance=_array(saved, "noise_variance", (num,)),
+        honesty=honesty,
+        left_out=np.zeros(0),
+    )
+
+
+def _array(saved: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Floats:
+    found = np.array(saved[name], float).reshape(shape if 0 in shape else np.shape(saved[name]))
+    if found.shape != shape or not np.isfinite(found).all():
+        raise ValueError(f"'{name}' is no table of {' x '.join(map(str, shape))} numbers")
+    return found
+
+
+def _rounded(values: Floats) -> list[Any]:
+    """Seven digits: the file stays small, and predictions move by less than one part in a million."""
+    return np.vectorize(lambda value: float(f"{value:.7g}"), otypes=[float])(values).tolist() if values.size else []

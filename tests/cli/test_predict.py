@@ -1,0 +1,81 @@
+"""``nereusc fit`` and ``nereusc predict``: text, JSON, faulty input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HEADER = (
+    "layers,hidden,heads,kv_heads,ffn,vocab,seq_len,global_batch,micro_batch,gpus,gpu_type,tp,pp,precision,"
+    "step_time_s,peak_mem_gb,source,row_id\n"
+)
+
+
+def rows(*cells: tuple[int, int, object, str]) -> str:
+    return HEADER + "".join(
+        f"32,4096,32,8,14336,128256,4096,128,1,16,H100-SXM-80GB,{tp},{pp},bf16,{step},,mine,{name}\n"
+        for tp, pp, step, name in cells
+    )
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> str:
+    path = tmp_path / "measured.csv"
+    path.write_text(rows((1, 2, 9.0, "a"), (2, 1, 8.6, "b"), (2, 2, 9.4, "c"), (4, 1, 9.9, "d"), (8, 1, 12.5, "e")))
+    return str(path)
+
+
+def test_what_was_measured_is_learned(nereusc: Any, measured: str, tmp_path: Path) -> None:
+    calibration = str(tmp_path / "cal.json")
+    fitted = nereusc("fit", measured, "-o", calibration)
+    assert (fitted.code, fitted.stderr) == (0, "")
+    assert "5 rows, 5 of use" in fitted.stdout and "mine h100-sxm-80gb" in fitted.stdout
+    assert "peak memory: no row measured it" in fitted.stdout
+    before = nereusc("predict", "--json", measured).json()
+    after = nereusc("predict", "--json", "--calibration", calibration, measured).json()
+    assert after["accuracy"]["step_time_s"]["mean"] < min(0.03, before["accuracy"]["step_time_s"]["mean"])
+    for entry in after["rows"]:
+        low, high = entry["step_time_s_within_90"]
+        assert low < entry["step_time_s"] < high
+        assert entry["step_time_s_error"] == entry["step_time_s"] / entry["measured_step_time_s"] - 1
+        assert entry["peak_mem_gb"] > 0 and "peak_mem_gb_error" not in entry and "dp = " in entry["assumed"][0]
+    ranges = [[e["step_time_s_within_90"] for e in d["rows"]] for d in (before, after)]
+    assert all(b[1] / b[0] > a[1] / a[0] for b, a in zip(*ranges, strict=True))
+
+
+def test_json_of_fit(nereusc: Any, measured: str, tmp_path: Path) -> None:
+    document = nereusc("fit", "--json", measured, "-o", str(tmp_path / "cal.json")).json()
+    assert document["step_time"]["all"]["num"] == 5 and document["peak_memory"] == {}
+
+
+def test_text_of_predict(nereusc: Any, measured: str) -> None:
+    ran = nereusc("predict", measured)
+    lines = ran.stdout.splitlines()
+    assert ran.code == 0 and lines[0].split()[:2] == ["row", "step"] and len(lines) == 7
+    assert lines[-1].startswith("step time: 5 measured, mean error ")
+
+
+def test_rows_of_no_use_are_named_and_the_others_used(nereusc: Any, measured: str) -> None:
+    path = Path(measured)
+    path.write_text(path.read_text().replace("H100-SXM-80GB,2,1", "H101,2,1"))
+    ran = nereusc("predict", "--json", measured)
+    document = ran.json()
+    assert ran.code == 0 and "NRS7003" in ran.stderr and "b cannot be used: gpu_type 'H101'" in ran.stderr
+    assert [entry["problem"] is None for entry in document["rows"]] == [True, False, True, True, True]
+
+
+def test_faulty_input_has_its_code(nereusc: Any, measured: str, tmp_path: Path) -> None:
+    assert "NRS7001" in nereusc("predict", __file__).stderr
+    broken = tmp_path / "broken.json"
+    for text in ("{", "{}", "[]", json.dumps({"version": 1})):
+        broken.write_text(text)
+        ran = nereusc("predict", "--calibration", str(broken), measured)
+        assert ran.code == 1 and "NRS7002" in ran.stderr
+    unmeasured = tmp_path / "unmeasured.csv"
+    unmeasured.write_text(rows((1, 1, "", "a")))
+    ran = nereusc("fit", str(unmeasured), "-o", str(tmp_path / "none.json"))
+    assert ran.code == 1 and "NRS7004" in ran.stderr and not (tmp_path / "none.json").exists()
+    assert nereusc("predict", "--calibration", str(tmp_path / "absent"), measured).code == 1
