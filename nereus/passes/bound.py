@@ -15,12 +15,19 @@ from nereus.passes.links import Links
 FloatArray = npt.NDArray[np.float64]
 
 
+#: Ports of devices, of NICs, and the copying inside a node's host memory.
+PORT_KINDS = GPU_IN, GPU_OUT, NIC_IN, NIC_OUT, HOST_COPY = "gpu-in", "gpu-out", "nic-in", "nic-out", "host-copy"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
     moved_bytes: int
     node_in_bytes: tuple[int, ...]  # per node
     transfer_s: float
     limited_by: str  # the port that decides ``transfer_s``
+    #: What proves ``transfer_s`` (weak duality, see ``flow_prices``): (kind of port, its number, weight) of every port
+    #: that counts. Kinds: ``PORT_KINDS``.
+    prices: tuple[tuple[str, int, int], ...] = ()
 
 
 def bounds(diff: Diff, links: Links) -> Bounds:
@@ -67,19 +74,21 @@ def bounds(diff: Diff, links: Links) -> Bounds:
                 source = holders[0]
                 gpu_out[source % links.num_devices] += num_bytes * links.pcie[links.node(source)]
     nic = np.array([node.nic_bytes_per_s for node in nodes])
-    candidates: list[tuple[str, FloatArray, Callable[[int], str]]] = [
-        ("GPU intake", gpu_in, lambda i: str(diff.topology.devices[i])),
-        ("GPU output", gpu_out, lambda i: str(diff.topology.devices[i])),
-        ("NIC intake", nic_in / nic, lambda i: nodes[i].name),
-        ("NIC output", nic_out / nic, lambda i: nodes[i].name),
-        ("copying inside host memory", host_copies / HOST_COPY_BYTES_PER_S, lambda i: nodes[i].name),
+    candidates: list[tuple[str, str, FloatArray, Callable[[int], str]]] = [
+        (GPU_IN, "GPU intake", gpu_in, lambda i: str(diff.topology.devices[i])),
+        (GPU_OUT, "GPU output", gpu_out, lambda i: str(diff.topology.devices[i])),
+        (NIC_IN, "NIC intake", nic_in / nic, lambda i: nodes[i].name),
+        (NIC_OUT, "NIC output", nic_out / nic, lambda i: nodes[i].name),
+        (HOST_COPY, "copying inside host memory", host_copies / HOST_COPY_BYTES_PER_S, lambda i: nodes[i].name),
     ]
     best, limited = 0.0, "nothing moves"
-    for what, seconds, name in candidates:
+    prices: tuple[tuple[str, int, int], ...] = ()
+    for kind, what, seconds, name in candidates:
         at = int(np.argmax(seconds))
         if seconds[at] > best:
             best, limited = float(seconds[at]), f"{what} of {name(at)}"
+            prices = ((kind, at, 1),)
     # The transfer's bound is for what is demanded; bytes are counted as if all that can be derived were.
     node_in = (nic_in - diff.foregone.node_in_bytes).tolist()
     moved -= diff.foregone.moved_bytes
-    return Bounds(moved_bytes=moved, node_in_bytes=tuple(node_in), transfer_s=best, limited_by=limited)
+    return Bounds(moved_bytes=moved, node_in_bytes=tuple(node_in), transfer_s=best, limited_by=limited, prices=prices)

@@ -15,9 +15,10 @@ import numpy as np
 
 from nereus.ir.holdings import Topology
 from nereus.models.priors import HOST_COPY_BYTES_PER_S
+from nereus.passes.bound import HOST_COPY
 from nereus.passes.commodities import Commodities, commodities_of_diff
 from nereus.passes.diff import Diff
-from nereus.passes.flow_prices import Prices, priced_bound
+from nereus.passes.flow_prices import Prices, as_weights, priced_bound
 from nereus.passes.flow_programme import FlowProgramme, FlowSolution
 from nereus.passes.links import Links
 
@@ -34,6 +35,8 @@ class FlowBound:
     limited_by: str
     solution: FlowSolution | None  # None where nothing has to flow
     merged: bool
+    #: What proves it, as ``Bounds.prices``.
+    prices: tuple[tuple[str, int, int], ...] = ()
 
 
 def diff_flow_bound(diff: Diff, links: Links) -> FlowBound:
@@ -50,9 +53,20 @@ def flow_bound(commodities: Commodities, links: Links, topology: Topology) -> Fl
         )
     proved, solution, merged = solve_flows(commodities, links)
     if copies_s > proved:
-        return FlowBound(transfer_s=copies_s, limited_by=copying, solution=solution, merged=merged)
+        node = int(copies.argmax())
+        return FlowBound(
+            transfer_s=copies_s,
+            limited_by=copying,
+            solution=solution,
+            merged=merged,
+            prices=((HOST_COPY, node, 1),),
+        )
     limited_by = _dearest(solution.prices, topology) if solution else "all ports together"
-    return FlowBound(transfer_s=proved, limited_by=limited_by, solution=solution, merged=merged)
+    found = solution.prices if solution else _even_prices(links)
+    # What is proved is a relaxation of the programme in places: there its dearest port alone may prove more.
+    proofs = [as_weights(prices) for prices in (found, _dearest_alone(found))]
+    seconds, prices = max((priced_bound(commodities, links, rounded), rows) for rounded, rows in proofs)
+    return FlowBound(transfer_s=seconds, limited_by=limited_by, solution=solution, merged=merged, prices=prices)
 
 
 def solve_flows(commodities: Commodities, links: Links) -> tuple[float, FlowSolution | None, bool]:
@@ -89,6 +103,15 @@ def _attempt(
 def _even_prices(links: Links) -> Prices:
     gpus, nics = np.ones(links.num_devices), np.ones(len(links.nic))
     return Prices(gpu_out=gpus, gpu_in=gpus, nic_out=nics, nic_in=nics)
+
+
+def _dearest_alone(prices: Prices) -> Prices:
+    columns = {name: getattr(prices, name) for name in ("gpu_out", "gpu_in", "nic_out", "nic_in")}
+    most = max(float(column.max(initial=0.0)) for column in columns.values())
+    name = next(name for name, column in columns.items() if column.max(initial=0.0) == most)
+    alone = {other: np.zeros(len(column)) for other, column in columns.items()}
+    alone[name][int(columns[name].argmax())] = 1.0
+    return Prices(**alone)
 
 
 def _dearest(prices: Prices, topology: Topology) -> str:

@@ -22,8 +22,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from nereus.ir.layout import IntArray
+from nereus.passes.bound import GPU_IN, GPU_OUT, NIC_IN, NIC_OUT
 from nereus.passes.commodities import Commodities, FloatArray
 from nereus.passes.links import Links
+
+#: What rounded prices add up to: with 4,096 ports that count, rounding takes less than 1e-8 of the bound.
+WEIGHTS = 10**12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +41,21 @@ class Prices:
 
     def total(self) -> float:
         return float(self.gpu_out.sum() + self.gpu_in.sum() + self.nic_out.sum() + self.nic_in.sum())
+
+
+def as_weights(prices: Prices) -> tuple[Prices, tuple[tuple[str, int, int], ...]]:
+    """Prices as whole weights, all together about ``WEIGHTS``, and those that are not 0 by kind and number of the port.
+    Rounding makes what they prove a little lower, never wrong."""
+    scale = WEIGHTS / max(prices.total(), 1e-300)
+    kinds = (GPU_OUT, GPU_IN, NIC_OUT, NIC_IN)
+    columns = [np.rint(column * scale) for column in (prices.gpu_out, prices.gpu_in, prices.nic_out, prices.nic_in)]
+    rows = tuple(
+        (kind, int(number), int(column[number]))
+        for kind, column in zip(kinds, columns, strict=True)
+        for number in np.flatnonzero(column)
+    )
+    gpu_out, gpu_in, nic_out, nic_in = columns
+    return Prices(gpu_out=gpu_out, gpu_in=gpu_in, nic_out=nic_out, nic_in=nic_in), rows
 
 
 class Costs:

@@ -57,7 +57,7 @@ class Route:
         flow = diff_flow_bound(diff, routed.links)
         bound = routed.bound
         if flow.transfer_s > bound.transfer_s:
-            bound = replace(bound, transfer_s=flow.transfer_s, limited_by=flow.limited_by)
+            bound = replace(bound, transfer_s=flow.transfer_s, limited_by=flow.limited_by, prices=flow.prices)
         if routed.ports.busiest_s > bound.transfer_s * near and diff.topology.num_devices <= MAX_SPLIT_DEVICES:
             flows, hops = split_diff(diff, routed.links, least_bytes=self.min_stripe_bytes)
             other = _Router(self, diff).follow(flows, hops)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from nereus.ir.diagnostic import Severity
 from nereus.ir.plan import Plan
 from nereus.lang.api import resolve_text
-from nereus.verify import coverage, digest, figures, links, memory, order, processes, storages
+from nereus.verify import coverage, digest, figures, links, memory, order, priors, processes, storages
 from nereus.verify.bounds import Bounds, count_bounds
 from nereus.verify.case import Case
 from nereus.verify.document import Document, read_document
@@ -35,6 +35,7 @@ PROPERTIES: tuple[tuple[str, str], ...] = (
     ("lifetimes", "storages are there while they are filled and read"),
     ("memory", "no memory space overflows on any timing"),
     ("processes", "every process is started or ended once, and no device has two owners"),
+    ("priors", "set-up, draining and commit are those that the plans ask for, and take what the priors say"),
     ("moves", "bytes and link class of every move"),
     ("bounds", "what is called a lower bound is one"),
     ("certificate", "the certificate's figures are a recount's"),
@@ -137,6 +138,9 @@ class _Judge:
     def _processes(self) -> str:
         return processes.check_processes(self.case())
 
+    def _priors(self) -> str:
+        return priors.check_priors(self.case())
+
     def _moves(self) -> str:
         return links.check_moves(self.case())
 
@@ -144,7 +148,7 @@ class _Judge:
         return figures.check_bounds(self.case(), self.bounds())
 
     def _certificate(self) -> str:
-        return figures.check_certificate(self.case(), self.bounds(), self.use(), self.storages().staged_bytes)
+        return figures.check_certificate(self.case(), self.bounds(), self.use(), self.storages())
 
 
 def _parse(side: str, text: str) -> Plan:

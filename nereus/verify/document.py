@@ -11,7 +11,7 @@ import numpy as np
 from nereus.verify.finding import DamagedDocument
 from nereus.verify.segments import IntArray, within
 
-_MOST_SLICES, _MOST_WAVES = 100_000_000, 2**40
+_MOST_SLICES, _MOST_WAVES, _MOST_WEIGHT = 100_000_000, 2**40, 2**53
 
 #: (device, stage, slot, tensor number) of a storage.
 Key = tuple[int, str, str, int]
@@ -122,6 +122,8 @@ class Document:
     same: tuple[tuple[str, str], ...]
     digest: str
     certificate: Mapping[str, Any]
+    #: Of ports: (kind, name of the GPU or node, weight). None in files of before the bound's proof was part of them.
+    prices: tuple[tuple[str, str, int], ...] | None
     mode: str
     num_waves: int
     window_bytes: int
@@ -203,6 +205,7 @@ def read_document(value: Mapping[str, Any]) -> Document:
         same=_same(root["options"]),
         digest=root["digest"].of(str),
         certificate=certificate,
+        prices=_prices(root["bound"]["prices"]) if "bound" in root.of(dict) else None,
         mode=schedule["mode"].of(str),
         num_waves=schedule["num_waves"].of(int),
         window_bytes=schedule["window_bytes"].of(int),
@@ -312,6 +315,19 @@ def _waves(entry: _Reader) -> dict[Key, int]:
             raise DamagedDocument(f"{row.path} repeats a storage")
         found[key] = values[4]
     return found
+
+
+def _prices(entry: _Reader) -> tuple[tuple[str, str, int], ...]:
+    found = []
+    for row in entry.each():
+        values = row.of(list)
+        kinds = (str, str, int)
+        if len(values) != 3 or not all(isinstance(v, k) for v, k in zip(values, kinds, strict=True)):
+            raise DamagedDocument(f"{row.path} is no [kind of port, GPU or node, weight]")
+        if not 0 < values[2] < _MOST_WEIGHT:
+            raise DamagedDocument(f"{row.path} is out of range")
+        found.append((values[0], values[1], values[2]))
+    return tuple(found)
 
 
 def _staged(entry: _Reader) -> dict[Key, tuple[int, int]]:

@@ -11,7 +11,7 @@ from nereus.ir.units import DTYPE_BYTES
 from nereus.models.priors import HOST_COPY_BYTES_PER_S
 from nereus.verify.case import Case
 from nereus.verify.finding import Violation
-from nereus.verify.segments import BoolArray, IntArray
+from nereus.verify.segments import IntArray
 
 LOCAL, HOST, INTRA, INTER = "local", "host", "intra-node", "inter-node"
 _CLASSES = (LOCAL, HOST, INTRA, INTER)
@@ -61,38 +61,47 @@ def check_moves(case: Case) -> str:
 class Busy:
     """Seconds that each port is busy: a time that no execution of these moves beats."""
 
-    seconds: FloatArray
+    worst: float
     copies_s: float  # the busiest host memory's own copies, at an assumed rate
-
-    @property
-    def worst(self) -> float:
-        return float(self.seconds.max(initial=0.0))
 
 
 def busy_ports(case: Case) -> Busy:
     moves, world = case.document.moves, case.world
-    num_devices = world.num_devices
-    kind = link_classes(case)
-    size = (case.numel * case.element_bytes).astype(np.float64)
-    src, dst = moves.src % num_devices, moves.dst % num_devices
-    from_node, to_node = world.node_of[src], world.node_of[dst]
-    intra = np.array([min(n.gpu.intra_bytes_per_s, n.gpu.intra_peer_bytes_per_s) for n in world.nodes])
-    pcie = np.array([n.gpu.pcie_bytes_per_s for n in world.nodes])
-    nic = np.array([n.nic_bytes_per_s for n in world.nodes])
-    through_host: BoolArray = (moves.src >= num_devices) | (moves.dst >= num_devices)
-    inside = np.where(through_host, pcie[from_node], intra[from_node])
-    crossing, between = kind > 0, kind == 3
-    ports: list[FloatArray] = []
-    for ends, node in ((src, from_node), (dst, to_node)):
-        rate = np.where(between, pcie[node], inside)
-        ports.append(_sums(ends[crossing], (size / rate)[crossing], num_devices))
-    slower = np.minimum(nic[from_node], nic[to_node])
-    for node in (from_node, to_node):
-        ports.append(_sums(node[between], (size / slower)[between], len(world.nodes)))
-    copied = (kind == 0) & (moves.src != moves.dst)
-    copies = _sums(from_node[copied], size[copied] / HOST_COPY_BYTES_PER_S, len(world.nodes))
-    return Busy(seconds=np.concatenate(ports), copies_s=float(copies.max(initial=0.0)))
+    ports, seconds = port_use(case, moves.src, moves.dst, case.numel * case.element_bytes)
+    copies = world.num_ports - len(world.nodes)
+    total = np.bincount(ports.reshape(-1), weights=seconds.reshape(-1), minlength=world.num_ports + 1)
+    return Busy(
+        worst=float(total[:copies].max(initial=0.0)),
+        copies_s=float(total[copies : world.num_ports].max(initial=0.0)),
+    )
 
 
-def _sums(index: IntArray, values: FloatArray, length: int) -> FloatArray:
-    return np.bincount(index, weights=values, minlength=length).astype(np.float64)
+def port_use(case: Case, src: IntArray, dst: IntArray, num_bytes: IntArray) -> tuple[IntArray, FloatArray]:
+    """(ports, seconds on them), both ``[transfers, 4]``. Ports: out of device d: d; into it: D + d; out of node n: 2D +
+    n; into it: 2D + N + n; copies in its host memory: 2D + 2N + n; ``num_ports`` where a transfer passes fewer."""
+    world = case.world
+    num_devices, num_nodes = world.num_devices, len(world.nodes)
+    gpus = [node.gpu for node in world.nodes]
+    intra = np.array([1 / min(gpu.intra_bytes_per_s, gpu.intra_peer_bytes_per_s) for gpu in gpus])
+    pcie = np.array([1 / gpu.pcie_bytes_per_s for gpu in gpus])
+    nic = np.array([1 / node.nic_bytes_per_s for node in world.nodes])
+    ends = (src % num_devices, dst % num_devices)
+    nodes = [world.node_of[end] for end in ends]
+    between = nodes[0] != nodes[1]
+    in_host = (src >= num_devices, dst >= num_devices)
+    copied = ~between & in_host[0] & in_host[1] & (src != dst)
+    stays = copied | (src == dst)
+    ports = np.full((len(src), 4), world.num_ports, dtype=np.int64)
+    cost = np.zeros((len(src), 4))
+    slower = np.maximum(nic[nodes[0]], nic[nodes[1]])
+    for side in (0, 1):
+        node = nodes[side]
+        inside = np.where(in_host[0] | in_host[1], pcie[node], intra[node])
+        ports[~stays, side] = (side * num_devices + ends[side])[~stays]
+        cost[~stays, side] = np.where(between, pcie[node], inside)[~stays]
+        ports[between, 2 + side] = (2 * num_devices + side * num_nodes + node)[between]
+        cost[between, 2 + side] = slower[between]
+    ports[copied, 2] = (2 * num_devices + 2 * num_nodes + nodes[0])[copied]
+    cost[copied, 2] = 1 / HOST_COPY_BYTES_PER_S
+    seconds: FloatArray = cost * num_bytes[:, None]
+    return ports, seconds

@@ -50,6 +50,13 @@ class RankClass:
     ranks: IntArray
 
 
+def coordinates(stage: Stage) -> dict[str, IntArray]:
+    """Coordinate of every rank per axis; ``order`` names the fastest axis first."""
+    axes = [axis for axis in stage.order.split("-") if axis in ("tp", "cp", "pp", "dp")]
+    grid = np.indices([getattr(stage, axis) for axis in reversed(axes)]).reshape(len(axes), -1)
+    return {axis: ints(grid[len(axes) - 1 - i]) for i, axis in enumerate(axes)}
+
+
 class Parts:
     """``classes``: all ranks of the stage, by what they hold."""
 
@@ -72,13 +79,6 @@ class Parts:
 
     # Who is where
 
-    def _axes(self) -> dict[str, IntArray]:
-        """Coordinate of every rank per axis; ``order`` names the fastest axis first."""
-        stage = self.stage
-        axes = [axis for axis in stage.order.split("-") if axis in ("tp", "cp", "pp", "dp")]
-        grid = np.indices([getattr(stage, axis) for axis in reversed(axes)]).reshape(len(axes), -1)
-        return {axis: ints(grid[len(axes) - 1 - i]) for i, axis in enumerate(axes)}
-
     def _expert_axes(self, coords: dict[str, IntArray]) -> tuple[IntArray, IntArray]:
         """(ep, etp) coordinate of every rank: the ranks of a pipeline stage in their order, cut anew, etp in the place
         of tp and expert dp in that of dp."""
@@ -97,7 +97,7 @@ class Parts:
         return ep, etp
 
     def _classes(self) -> tuple[RankClass, ...]:
-        coords = self._axes()
+        coords = coordinates(self.stage)
         if self.own_expert_axes:
             ep, etp = self._expert_axes(coords)
         else:

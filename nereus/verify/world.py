@@ -32,6 +32,11 @@ class World:
     def num_spaces(self) -> int:
         return len(self.devices) + len(self.nodes)
 
+    @property
+    def num_ports(self) -> int:
+        """Of devices and nodes, both ways, and the copying inside each node's host memory."""
+        return 2 * len(self.devices) + 3 * len(self.nodes)
+
     def node_of_places(self, place: IntArray) -> IntArray:
         return self.node_of[place % self.num_devices]
 

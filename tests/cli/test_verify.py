@@ -18,8 +18,8 @@ def test_a_saved_transition_is_proved(nereusc, saved: Path, tmp_path: Path):
     ran = nereusc("verify", str(saved))
     assert (ran.code, ran.stderr) == (0, "")
     assert ran.stdout.startswith("overlap-before.plan -> overlap-after.plan\n")
-    assert ran.stdout.endswith("all 12 properties hold\n")
-    assert ran.stdout.count("proved") == 12 and "BROKEN" not in ran.stdout
+    assert ran.stdout.endswith("all 13 properties hold\n")
+    assert ran.stdout.count("proved") == 13 and "BROKEN" not in ran.stdout
     packed = tmp_path / "change.json.gz"
     packed.write_bytes(gzip.compress(saved.read_bytes()))
     assert nereusc("verify", str(packed)).stdout == ran.stdout

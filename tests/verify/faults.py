@@ -437,6 +437,83 @@ def said_to_be_unsafe(value: Json) -> None:
     value["certificate"]["checks"][0]["holds"] = False
 
 
+# What proves the bound on seconds
+
+
+def no_proof(value: Json) -> None:
+    del value["bound"]
+
+
+def prices_of_other_ports(value: Json) -> None:
+    """As of an earlier compilation: another port counts, which is idle or less busy."""
+    prices = value["bound"]["prices"]
+    kinds = ["gpu-in", "gpu-out"]
+    value["bound"]["prices"] = [
+        [kinds[row[0] == "gpu-in"], value["schedule"]["devices"][0], row[2]] for row in prices[:1]
+    ]
+
+
+def one_price_too_many(value: Json) -> None:
+    """A port that proves nothing, which makes the others count half."""
+    rows = value["bound"]["prices"]
+    taken = {(kind, number) for kind, number, _ in rows}
+    last = value["schedule"]["devices"][-1]
+    idle = next(k for k in ("gpu-out", "gpu-in") if (k, last) not in taken)
+    rows.append([idle, last, sum(row[2] for row in rows)])
+
+
+def a_price_twice(value: Json) -> None:
+    value["bound"]["prices"].append(value["bound"]["prices"][0])
+
+
+# Priors
+
+
+def prior_of(name: str, seconds: float) -> Fault:
+    """A prior of the certificate, with a stop that agrees with it."""
+
+    def plant(value: Json) -> None:
+        for figure in (name, "downtime_s"):
+            value["certificate"][figure] += seconds
+
+    plant.__name__ = f"{name}{seconds:+g} and the stop"
+    return plant
+
+
+def quicker(kind: str) -> Fault:
+    """Operations that take less than their prior says."""
+
+    def plant(value: Json) -> None:
+        for op in value["lifecycle"]:
+            if op["kind"] == kind:
+                op["seconds"] *= 0.5
+
+    plant.__name__ = f"quicker {kind}"
+    return plant
+
+
+def the_other_time(value: Json) -> None:
+    """Beside training where there is no room, or after it where there is."""
+    for op in value["lifecycle"]:
+        if op["kind"] in ("engine-start", "spawn"):
+            op["background"] = not op["background"]
+
+
+def communicators_forgotten(value: Json) -> None:
+    value["lifecycle"].remove(operation(value, "build-groups"))
+
+
+def communicators_of_some(value: Json) -> None:
+    op = operation(value, "build-groups")
+    for name in ("devices", "running_bytes", "after_bytes"):
+        op[name] = op[name][1:]
+
+
+def engine_not_restarted(value: Json) -> None:
+    """With other settings, on devices where it ran before."""
+    value["lifecycle"].remove(operation(value, "engine-start"))
+
+
 WITH_RELAYS = ("relays", "tight", "sharded", "experts", "stale", "swap-full", "8b-zero1")
 #: Where figures are lied about: what is said of them does not depend on the size.
 FIGURED = (*TINY, "8b-grows", "overlap")
@@ -507,6 +584,8 @@ FAULTS: list[tuple[Fault, str, tuple[str, ...]]] = [
     (figure("downtime_s", -0.1), "certificate", FIGURED),
     (figure("background_s", 1), "certificate", FIGURED),
     (scaled("transfer_s", 0.1), "certificate", ("8b-grows", "overlap")),
+    (scaled("transfer_s", 0.99999), "certificate", (*FIGURED, "through-host", "swap-full")),
+    (scaled("transfer_s", 1.00001), "certificate", (*FIGURED, "through-host", "swap-full")),
     (link_figure, "certificate", FIGURED),
     (no_return_hidden, "certificate", IN_TIGHT_MODE),
     (said_to_be_unsafe, "certificate", TINY),
@@ -515,4 +594,21 @@ FAULTS: list[tuple[Fault, str, tuple[str, ...]]] = [
     (figure("bound_node_in_bytes_max", 1), "bounds", FIGURED),
     (figure("best_bound_moved_bytes", 10**15), "bounds", TINY),
     (scaled("bound_transfer_s", 100.0), "bounds", FIGURED),
+    (scaled("bound_transfer_s", 1.00001), "bounds", FIGURED),
+    (scaled("bound_transfer_s", 0.99999), "bounds", FIGURED),
+    (scaled("bound_downtime_s", 2.0), "bounds", FIGURED),
+    (no_proof, "bounds", FIGURED),
+    (prices_of_other_ports, "bounds", FIGURED),
+    (one_price_too_many, "bounds", FIGURED),
+    (a_price_twice, "bounds", FIGURED),
+    (prior_of("drain_s", 1.0), "priors", FIGURED),
+    (prior_of("drain_s", -0.01), "priors", ("concurrent",)),
+    (prior_of("commit_s", -0.1), "priors", FIGURED),
+    (quicker("build-groups"), "priors", FIGURED),
+    (quicker("spawn"), "priors", ("concurrent", "overlap", "relays", "experts")),
+    (quicker("engine-start"), "priors", ("8b-grows",)),
+    (the_other_time, "priors", ("relays", "concurrent", "overlap", "8b-grows")),
+    (communicators_forgotten, "priors", FIGURED),
+    (communicators_of_some, "priors", FIGURED),
+    (engine_not_restarted, "priors", ("8b-grows",)),
 ]

@@ -82,6 +82,7 @@ def saved_document(
         "digest": transition.digest,
         "certificate": certificate,
         "choices": choices,
+        "bound": {"prices": prices_document(transition)},
         "schedule": schedule_document(transition),
         "lifecycle": lifecycle_document(transition),
         "memory": memory_document(transition),
@@ -170,6 +171,15 @@ def _dtypes(transition: Transition, table: AtomTable) -> list[str]:
         slots = (geometry.new_sets[group.state_set].slot(name) for group in table.new_groups)
         found.append(next(slot.dtype for slot in slots if slot is not None))
     return found
+
+
+def prices_document(transition: Transition) -> list[list[Any]]:
+    """What proves the bound on the transfer: [kind of port, GPU or node, weight]."""
+    topology = transition.topology
+    return [
+        [kind, str(topology.devices[number] if kind.startswith("gpu") else topology.nodes[number].name), weight]
+        for kind, number, weight in transition.bound.prices
+    ]
 
 
 def lifecycle_document(transition: Transition) -> list[dict[str, Any]]:
