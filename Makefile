@@ -44,7 +44,7 @@ help:
 	@echo "make test             every test that needs no framework but torch"
 	@echo "make test-frameworks  tests against megatron-core, vLLM, DeepSpeed and Ray, on CPUs; installs about 4 GB"
 	@echo "make check            lint, formatting, types, import rule, file sizes"
-	@echo "make bench            compile times; transitions against bounds and baselines; the cost model against measurements"
+	@echo "make bench            compile times, transitions against bounds, cost model (BENCH_ARGS=--full: all transitions)"
 	@echo "make soak             100,000 random transitions and timings in the simulator (SOAK_ARGS='--runs 2000': fewer)"
 	@echo "make chaos            200 faults in the processes of a living job (CHAOS_ARGS='--runs 20': fewer)"
 	@echo "make fmt              format the source"

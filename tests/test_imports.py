@@ -14,6 +14,7 @@ ALLOWED = {
     "lang": {"numpy", "lark", "yaml"},
     "passes": {"numpy", "networkx", "ortools"},
     "sim": {"numpy"},
+    "planner": {"numpy"},
     "verify": {"numpy"},
     "cli": {"numpy", "rich"},
     "runtime": {"numpy"} | FRAMEWORKS,
