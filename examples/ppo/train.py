@@ -87,6 +87,9 @@ def process(
                 wanted = plans[sum(state.step >= each for each in at) % len(plans)] if lost_at is None else job.plan
             if lost_at is not None and state.step >= lost_at + _WITHOUT:
                 wanted, lost_at = plan_for(state, plans[0], plans), None
+            if state.step == 1 and not newcomer:  # the optimizers have their state now, as they will at a change
+                for plan in plans[1:]:
+                    job.rehearse(plan)
             promised = wanted.workload.max_response or state.allowed
             job.loop.update(replace(state, allowed=min(state.allowed, promised)).plain())
             if wanted.path == job.plan.path:

@@ -29,7 +29,17 @@ from nereus.runtime.codec import decode, encode
 from nereus.runtime.executor import ExecutorOptions, execute
 from nereus.runtime.faults import first_line
 from nereus.runtime.footprint import check_memory, row_starts, zero_padding
-from nereus.runtime.live_compile import ALL, DEFAULT_GPU, MoveError, Offer, Part, answers, by_dtype
+from nereus.runtime.live_compile import (
+    ALL,
+    DEFAULT_GPU,
+    MoveError,
+    Offer,
+    Part,
+    Remembered,
+    answers,
+    by_dtype,
+    fingerprint,
+)
 from nereus.runtime.relocate import Home, homes, relocate
 from nereus.runtime.replicas import Sums, check_repeats, difference, sums
 from nereus.runtime.state import DeviceState
@@ -40,13 +50,28 @@ __all__ = ["ALL", "MoveError", "move", "move_here"]
 
 dist: Any = torch.distributed
 
-_POLL_S, _LONGEST_POLL_S = 0.0005, 0.02
+_POLL_S, _LONGEST_POLL_S = 0.0005, 0.005
 
 #: What a process holds or wants, or how to bind it.
 Side = Binding | Callable[[], Binding | None] | None
 
 #: How many moves a group has made: all its processes count alike.
 _counts: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+#: What this process compiled before: a change back, or the same sync after it, costs no compilation.
+_remembered = Remembered()
+
+
+@dataclass(frozen=True, slots=True)
+class _Word:
+    """What a process says first. ``fingerprint``: of its offer and of all else that the compiler is given;
+    ``known``: keys of moves that it has its part of."""
+
+    fingerprint: str
+    host: str
+    fault: str
+    known: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +128,38 @@ def move(
     return prepared.run(store, name, deadline_s)
 
 
+class Connections:
+    """Between the processes of a job: made for its first move, there for the next ones. Not for two at a time."""
+
+    def __init__(self, *, keep: bool = True) -> None:
+        self._keep = keep
+        self._kept: Gloo | None = None
+
+    def transport(self, move: Prepared, store: Any, name: str, deadline_s: float) -> Gloo:
+        """Raises Fault where the processes do not find each other."""
+        process_of = {device: at for at, device in enumerate(move.part.devices)}
+        if self._kept is not None and self._kept.again(name, process_of):
+            return self._kept
+        made = Gloo(
+            store=store,
+            name=name,
+            process=move.rank,
+            num_processes=move.size,
+            process_of=process_of,
+            deadline_s=deadline_s,
+            address=move.address,
+            keep=self._keep,
+        )
+        self._kept = made if self._keep else None
+        return made
+
+    def close(self) -> None:
+        """Once all processes are done with the last move."""
+        if self._kept is not None:
+            self._kept.drop()
+            self._kept = None
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Prepared:
     """A move that is compiled and bound to this process's memory: it may run again and again, as long as the objects
@@ -116,17 +173,10 @@ class Prepared:
     size: int
     address: str
 
-    def run(self, store: Any, name: str, deadline_s: float) -> ExecutionReport:
-        """All processes at once. ``name``: of this run, unique in the store. Raises ExecutionFailed."""
-        transport = Gloo(
-            store=store,
-            name=name,
-            process=self.rank,
-            num_processes=self.size,
-            process_of={device: at for at, device in enumerate(self.part.devices)},
-            deadline_s=deadline_s,
-            address=self.address,
-        )
+    def run(self, store: Any, name: str, deadline_s: float, connections: Connections | None = None) -> ExecutionReport:
+        """All processes at once. ``name``: of this run, unique in the store. ``connections``: of an earlier run, or for
+        a later one. Raises ExecutionFailed."""
+        transport = (connections or Connections(keep=False)).transport(self, store, name, deadline_s)
         device = self.program.device
         state = DeviceState(device)
         for spec in self.program.storages:
@@ -168,18 +218,15 @@ def prepare_among(
         offer = Offer(offer.host, held, wanted, tuple(drop), check_replicas)
     except Exception as error:
         broken, offer = error, replace(offer, fault=_text(error))
-    offers = said.gather("offer", offer)
-    _raise_faults([o.fault for o in offers], broken)
-    parts: Sequence[Part | str] | None = None
-    if rank == 0:
-        try:
-            parts = answers(offers, tuple(tensors), model, gpu)
-        except Exception as error:  # a fault here must not leave the others waiting
-            broken, parts = error, [f"the exchange could not be compiled: {error!r}"] * size
-    answer = said.scatter("answer", parts)
-    if isinstance(answer, str):
-        raise MoveError(answer) from broken
-    part: Part = answer
+    own = "" if offer.fault else fingerprint(offer, tuple(tensors), model, gpu)
+    words = said.gather("word", _Word(own, offer.host, offer.fault, _remembered.keys(rank)))
+    _raise_faults([word.fault for word in words], broken)
+    key = fingerprint(*(word.fingerprint for word in words))
+    if all(key in word.known for word in words):
+        part = _remembered.get(key, rank)
+    else:
+        part = _compiled(said, offer, tuple(tensors), model, gpu)
+        _remembered.put(key, rank, part)
     memory: dict[tuple[Device, int], torch.Tensor] = {}
     ready: tuple[str, Sums] = "", {}
     try:
@@ -198,8 +245,25 @@ def prepare_among(
         after=after,
         rank=rank,
         size=size,
-        address=_address(offers),
+        address=_address([word.host for word in words]),
     )
+
+
+def _compiled(said: _Exchange, offer: Offer, tensors: tuple[LogicalTensor, ...], model: str, gpu: str) -> Part:
+    """This process's part; rank 0 compiles for all. Raises MoveError, the same in every process."""
+    offers = said.gather("offer", offer)
+    broken: Exception | None = None
+    parts: Sequence[Part | str] | None = None
+    if said.rank == 0:
+        try:
+            parts = answers(offers, tensors, model, gpu)
+        except Exception as error:  # a fault here must not leave the others waiting
+            broken, parts = error, [f"the exchange could not be compiled: {error!r}"] * said.size
+    answer = said.scatter("answer", parts)
+    if isinstance(answer, str):
+        raise MoveError(answer) from broken
+    part: Part = answer
+    return part
 
 
 def _binding(side: Side) -> Binding | None:
@@ -230,19 +294,19 @@ class _Exchange:
     def __init__(
         self, store: Any, rank: int, size: int, deadline_s: float, stop: Callable[[], Exception | None]
     ) -> None:
-        self._store, self._rank, self._size = store, rank, size
+        self._store, self.rank, self.size = store, rank, size
         self._deadline_s, self._stop = deadline_s, stop
 
     def gather(self, key: str, value: object) -> list[Any]:
         """Every process's value, by rank."""
-        self._put(f"{key}/{self._rank}", value)
-        return [self._get(f"{key}/{number}", number) for number in range(self._size)]
+        self._put(f"{key}/{self.rank}", value)
+        return [self._get(f"{key}/{number}", number) for number in range(self.size)]
 
     def scatter(self, key: str, values: Sequence[object] | None) -> Any:
         """What rank 0 has for this process."""
         for number, value in enumerate(values or ()):
             self._put(f"{key}/{number}", value)
-        return self._get(f"{key}/{self._rank}", 0)
+        return self._get(f"{key}/{self.rank}", 0)
 
     def _put(self, key: str, value: object) -> None:
         self._store.set(key, encode(value))
@@ -355,8 +419,8 @@ def _after(new: Sequence[Binding]) -> None:
     zero_padding(new)
 
 
-def _address(offers: Sequence[Offer]) -> str:
+def _address(hosts: Sequence[str]) -> str:
     """One machine: the loopback; several: this one's address among them."""
-    if len({o.host for o in offers}) == 1:
+    if len(set(hosts)) == 1:
         return "127.0.0.1"
     return socket.gethostbyname(socket.gethostname())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,7 @@ from nereus.models.hardware import gpu_type
 from nereus.passes.emit import emit_program
 from nereus.passes.exchange import ExchangeError, compile_exchange
 from nereus.passes.replicas import Region, replicated_regions
+from nereus.runtime.codec import encode
 from nereus.runtime.leftover import Box, boxes, outside
 
 #: Rates decide who sends what, by their ratios alone; this data sheet stands for any machine with fast links inside
@@ -51,6 +53,34 @@ class Part:
     devices: tuple[Device, ...]
     shared: tuple[Region, ...]
     dropped: tuple[tuple[str, int], ...]
+
+
+class Remembered:
+    """This process's parts of moves that were compiled before, newest last. A key stands for all that the compiler was
+    given, by every process; a process that is new, or has forgotten, makes all of them compile anew."""
+
+    def __init__(self, most: int = 32) -> None:
+        self._most = most
+        self._parts: dict[tuple[str, int], Part] = {}
+
+    def keys(self, rank: int) -> tuple[str, ...]:
+        return tuple(key for key, at in self._parts if at == rank)
+
+    def get(self, key: str, rank: int) -> Part:
+        part = self._parts.pop((key, rank))
+        self._parts[key, rank] = part
+        return part
+
+    def put(self, key: str, rank: int, part: Part) -> None:
+        self._parts.pop((key, rank), None)
+        self._parts[key, rank] = part
+        while len(self._parts) > self._most:
+            del self._parts[next(iter(self._parts))]
+
+
+def fingerprint(*values: object) -> str:
+    """Equal for equal values, also in other processes."""
+    return hashlib.blake2b(encode(values), digest_size=16).hexdigest()
 
 
 def answers(offers: Sequence[Offer], tensors: tuple[LogicalTensor, ...], model: str, gpu: str) -> list[Part | str]:

@@ -145,8 +145,10 @@ def main(
     fallback: tuple[int, ...] = (),
     requests: dict[int, int] | None = None,
     spawns: bool = True,
+    rehearsals: dict[int, int] | None = None,
 ) -> None:
     """``changes``: after step s to plan number p. ``fault``: {"device", "phase" | "step", "kind", "epoch"}.
+    ``rehearsals``: after step s of plan number p, before the change.
     ``requests``: after step s one process asks for plan number p, to be served at that boundary or the next.
     ``fallback``: plans to try after a loss: the first that needs no lost device."""
     torch.set_num_threads(1)
@@ -198,6 +200,7 @@ def main(
     job.bind("actor.train", build, probe=probe)
     job.bind("actor.generate", build)
     log: list[str] = []
+    compiled = _counted()
     try:
         job.start({"step": 0})
         while job.loop["step"] < steps:
@@ -221,9 +224,12 @@ def main(
                     if isinstance(served, PlainTorch) and (wrong := differences(served, step + 1)):
                         log.append(f"at {step} the engine has other weights: {wrong}")
                 job.loop["step"] = step + 1
+                if (number := (rehearsals or {}).get(step)) is not None:
+                    phases = job.rehearse(plans[number]).phases_s
+                    log.append(f"rehearsed at {step}: {' '.join(phases)}; compiled {len(compiled)}")
                 if (number := changes.get(step)) is not None:
                     try:
-                        log.append(f"epoch {job.transition(plans[number]).epoch} at {step}")
+                        log.append(f"epoch {job.transition(plans[number]).epoch} at {step}; compiled {len(compiled)}")
                     except Aborted as aborted:
                         assert aborted.outcome.fault is not None
                         log.append(f"aborted at {step}: {aborted.outcome.fault.code} {aborted.outcome.fault}")
@@ -246,6 +252,20 @@ def main(
     except Fault as error:
         _leave(folder, device, {"log": log, "fault": error.code, "text": str(error)})
         raise SystemExit(3 if error.code == EXPELLED else 4) from None
+
+
+def _counted() -> list[str]:
+    """Grows with every move that is compiled, and not remembered, from now on."""
+    import nereus.runtime.live as live
+
+    genuine, calls = live._compiled, list[str]()
+
+    def compiled(*given: Any) -> Any:
+        calls.append("")
+        return genuine(*given)
+
+    live._compiled = compiled
+    return calls
 
 
 def _leave(folder: str, device: str, said: dict[str, Any]) -> None:

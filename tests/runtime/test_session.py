@@ -183,3 +183,19 @@ def test_a_stopped_process_wakes_outside(processes: LocalProcesses, tmp_path: Pa
     results = run(processes, tmp_path, expect=4, fault=fault, **words)
     good(results, PLANS[WITHOUT_3].path, 3)
     assert [r["fault"] for r in results if "fault" in r] == ["NRS6013"]
+
+
+def test_what_was_rehearsed_is_not_compiled_again(processes: LocalProcesses, tmp_path: Path) -> None:
+    """A rehearsal goes up to the move and changes nothing; the change to that plan, and later ones between the same
+    two, find their moves compiled; a change that was not rehearsed is compiled."""
+    changes = {2: DP2, 3: TP4, 4: DP2, 5: PP2}
+    results = run(processes, tmp_path, first=TP4, expect=2, steps=7, changes=changes, rehearsals={1: DP2 + 1})
+    good(results, "pp2", 2)
+    (log,) = {tuple(r["log"]) for r in results}
+    assert log == (
+        "rehearsed at 1: offer prepare move; compiled 1",
+        "epoch 3 at 2; compiled 1",
+        "epoch 4 at 3; compiled 2",
+        "epoch 5 at 4; compiled 2",
+        "epoch 6 at 5; compiled 3",
+    )

@@ -28,13 +28,14 @@ from nereus.runtime.adapters.base import Adapter
 from nereus.runtime.executor import ExecutionFailed
 from nereus.runtime.faults import CANNOT_START, PARTICIPANT_FAILED, VETOED, WRONG_AFTER, WRONG_STATE, Fault
 from nereus.runtime.groups import Groups, give_up
-from nereus.runtime.live import ALL, MoveError, prepare_among
+from nereus.runtime.live import ALL, Connections, MoveError, prepare_among
 from nereus.runtime.session.journal import Journal
 from nereus.runtime.session.members import BoundStage, Command, Losses, View
 from nereus.runtime.session.record import Record
 from nereus.runtime.session.snapshot import Snapshot
 
 COMMIT = "commit"
+REHEARSED = "rehearsed: everything up to the first byte went well"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +107,7 @@ class Change:
         self.before: dict[str, tuple[float, ...] | None] = {}
         self.phases_s: dict[str, float] = {}
         self.moved_bytes = 0
+        self.connections = Connections()
 
     def run(self) -> tuple[Outcome, Built | None]:
         """The outcome, and the new objects where it committed."""
@@ -114,9 +116,12 @@ class Change:
         fault: Fault | None = None
         try:
             self._phase("offer", self._offer)
-            self._phase("probe", self._probe)
+            if not self.command.rehearsal:
+                self._phase("probe", self._probe)
             self._phase("prepare", self._prepare)
             self._phase("move", self._move)
+            if self.command.rehearsal:
+                raise Fault(VETOED, REHEARSED)
             self._phase("finish", self._finish)
             self._phase("vote", self._vote)
         except Exception as error:
@@ -127,6 +132,7 @@ class Change:
                 with suppress(RuntimeError):
                     give_up(self.record.store, epoch, fault)
         decision = self._decide(fault)
+        self.connections.close()
         if decision == COMMIT:
             self.on_phase("commit")
             self.journal.write(epoch, "committed", plan=self.command.plan.path)
@@ -300,7 +306,9 @@ class Change:
                     deadline_s=self.deadline_s,
                     stop=self._ended,
                 )
-                report = prepared.run(self.record.store, name, self.deadline_s)
+                if self.command.rehearsal:
+                    continue
+                report = prepared.run(self.record.store, name, self.deadline_s, self.connections)
             except (MoveError, ExecutionFailed) as error:
                 fault = error.fault if isinstance(error, ExecutionFailed) else Fault(WRONG_STATE, str(error))
                 raise Fault(fault.code, f"{stage.name}: {fault.text}", where=fault.where or "job") from None
@@ -357,7 +365,7 @@ class Change:
             self.built.groups.abort(fault.text)
             self.built.groups.close(0.0)
             self.built = None
-        probed = any(bound.probe is not None for bound in self.stages.values())
+        probed = "probe" in self.phases_s and any(bound.probe is not None for bound in self.stages.values())
         if self.serving is not None and probed and self.losses.among(self.command.members) is None:
             # Some may have begun the probe and some not: what stands where on the old connections nobody knows.
             with suppress(Fault):  # a member is gone: the next collective says so

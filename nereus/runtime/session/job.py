@@ -36,9 +36,9 @@ from nereus.runtime.faults import (
     WRONG_STATE,
     Fault,
 )
-from nereus.runtime.live import ALL, MoveError, Prepared, prepare_among
+from nereus.runtime.live import ALL, Connections, MoveError, Prepared, prepare_among
 from nereus.runtime.providers.base import ProcessProvider
-from nereus.runtime.session.change import COMMIT, Built, Change, OnPhase, Outcome, tensors_of
+from nereus.runtime.session.change import COMMIT, REHEARSED, Built, Change, OnPhase, Outcome, tensors_of
 from nereus.runtime.session.controller import Controller, said_by
 from nereus.runtime.session.journal import Journal
 from nereus.runtime.session.lead import Lead, Spawn, devices_of, names
@@ -189,7 +189,9 @@ class Job:
         self._turn = 0
         self._syncs = 0
         self._prepared: dict[tuple[str, str], Prepared] = {}
+        self._connections = Connections()
         self._requested: Plan | None = None
+        self._rehearses = False
         self.record.put(f"member/{number}", self.me)
         self._watch = Watch(self.record, self._told_of_loss)
 
@@ -269,7 +271,7 @@ class Job:
                     deadline_s=self._deadline_s,
                     stop=self._member_lost,
                 )
-            report = prepared.run(self.record.store, name, self._deadline_s)
+            report = prepared.run(self.record.store, name, self._deadline_s, self._connections)
         except MoveError as error:
             raise Fault(WRONG_STATE, f"{source} to {target}: {error}", where=self.record.where) from None
         except ExecutionFailed as error:
@@ -371,6 +373,23 @@ class Job:
             raise Aborted(outcome)
         return outcome
 
+    def rehearse(self, plan: Plan) -> Outcome:
+        """Every process, at the same place, between steps: make the change to ``plan`` up to where bytes would move,
+        and go back. What was compiled on the way is kept, so that the change itself stops the job for less. Raises
+        Aborted where the change could not be made as things are now.
+
+        Not for a job that a controller leads."""
+        self._requested, self._rehearses = pin(plan), True
+        try:
+            outcome = self.boundary()
+        finally:
+            self._rehearses = False
+        assert outcome is not None
+        if outcome.fault is None or outcome.fault.text != REHEARSED:
+            raise Aborted(outcome)
+        self.outcomes.remove(outcome)
+        return outcome
+
     def _word(self) -> Word:
         """What the leader says at this boundary."""
         plan = self._requested or self._lead.requested()
@@ -382,7 +401,7 @@ class Job:
             if fault.code != CANNOT_START:
                 raise
             return Word(refused=fault.encode())
-        return Word(epoch=self._lead.tell(command))
+        return Word(epoch=self._lead.tell(replace(command, rehearsal=self._rehearses)))
 
     def _change(self, command: Command, *, serving: bool = True) -> Outcome:
         change = Change(
@@ -419,6 +438,7 @@ class Job:
             self.loop = dict(change.loop)
         self._turn, self._touched, self._syncs = 0, False, 0
         self._prepared.clear()
+        self._connections.close()
         self._snapshots.clear()
         if self._keep and self._built is not None:
             self._snapshots.append(copied(self._built.adapters, dict(self.loop), self.version))

@@ -40,6 +40,7 @@ class Command:
     version: int
     why: str = ""
     loop: Mapping[str, Any] | None = None
+    rehearsal: bool = False  # up to where bytes would move, and then back
 
     def numbers(self) -> tuple[int, ...]:
         return tuple(m.number for m in self.members)

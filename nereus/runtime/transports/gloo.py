@@ -46,7 +46,8 @@ _ERROR, _DECISION, _CLOSED, _COMMIT = "error", "decision", "closed", "commit"
 
 
 class Gloo:
-    """``name``: unique among transitions that use ``store``. ``process_of``: where each device lives.
+    """``name``: unique among transitions that use ``store``. ``process_of``: where each device lives. ``keep``: after a
+    ``close`` the connections stay, for ``again``; ``drop`` ends them.
 
     Raises Fault if the processes do not find each other within ``deadline_s``.
     """
@@ -61,8 +62,10 @@ class Gloo:
         process_of: Mapping[Device, int],
         deadline_s: float,
         address: str = "127.0.0.1",
+        keep: bool = False,
     ) -> None:
         self.process = process
+        self._keep, self._whole_store = keep, store
         self.num_processes = num_processes
         self._process_of = process_of
         self._store = dist.PrefixStore(name, store)
@@ -91,12 +94,20 @@ class Gloo:
         try:
             self._meet(deadline_s)
         except Fault:
-            self._drop()
+            self.drop()
             raise
 
     @property
     def where(self) -> str:
         return f"process {self.process}"
+
+    def again(self, name: str, process_of: Mapping[Device, int]) -> bool:
+        """Ready for another transition among the same processes; False where the last one broke it."""
+        if self._group is None:
+            return False
+        self._store = dist.PrefixStore(name, self._whole_store)
+        self._process_of, self._wave = process_of, 0
+        return True
 
     def _meet(self, deadline_s: float) -> None:
         """Who can read whose memory: each tries, and tells."""
@@ -254,17 +265,20 @@ class Gloo:
             first = Fault.decode(self._first(_ERROR, fault.encode()))
         except (RuntimeError, ValueError):  # the store went with the process that kept it
             first = fault
-        self._drop()
+        self.drop()
         return first
 
     def close(self, deadline_s: float) -> None:
         """Connections stay until all are done: closing one with unread data would cut a slower peer off."""
+        if self._keep:
+            self._forget()
+            return
         end = time.monotonic() + deadline_s
         count = self._store.add(_CLOSED, 1)
         while count < self.num_processes and time.monotonic() < end and not self._store.check([_ERROR]):
             time.sleep(0.005)
             count = self._store.add(_CLOSED, 0)
-        self._drop()
+        self.drop()
 
     def _first(self, key: str, value: str) -> str:
         """What the first process to write ``key`` wrote."""
@@ -278,7 +292,8 @@ class Gloo:
         detail = _CLOSED_TEXT if "losed" in text or "reset" in text else first_line(error)
         return Fault(PARTICIPANT_FAILED, f"{detail} while {doing}", where=self.where)
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """End the connections."""
         self._works.clear()
         self._forget()
         self._mailbox = Mailbox()
