@@ -104,6 +104,7 @@ bench: $(RUN_STAMP)
 	$(BIN)/python benchmarks/suite.py $(BENCH_ARGS)
 	$(BIN)/python benchmarks/coarse.py
 	$(BIN)/python benchmarks/cost_model.py
+	$(BIN)/python benchmarks/decode.py
 
 soak: $(DEV_STAMP)
 	$(TEST_ENV) $(BIN)/python benchmarks/soak_sim.py $(SOAK_ARGS)

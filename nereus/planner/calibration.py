@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from nereus.ir.diagnostic import Diagnostic, DiagnosticError, Severity
-from nereus.planner import peak_memory, step_time
+from nereus.planner import generation, peak_memory, step_time
+from nereus.planner.generation import Serving
 from nereus.planner.learned import Beliefs, Learned, Predicted, Seen, learn
 from nereus.planner.runs import RECOMPUTE, Floats, Run, columns
 
@@ -48,6 +49,18 @@ PEAK_MEMORY = Beliefs(
     freedom=4.0,
 )
 
+GENERATION = Beliefs(
+    prior=np.log(step_time.class_array(generation.PRIOR, generation.CLASSES)),
+    spread=step_time.class_array(generation.SPREAD, generation.CLASSES),
+    everywhere=0.4,
+    by_label={"gpu": 0.2, "engine": 0.3, "cluster": 0.2, "set": 0.1},
+    near=0.1,
+    reach=2.0,
+    near_label="cluster",
+    noise=0.05,
+    freedom=4.0,
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
@@ -74,6 +87,12 @@ def calibrate(runs: Sequence[Run]) -> Calibration:
             PEAK_MEMORY, _weighed(weighed), np.array([(run.peak_mem_gb or 0.0) * run.gb_bytes for run in weighed])
         ),
     )
+
+
+def served(engines: Sequence[Serving]) -> Seen:
+    """For ``learn(GENERATION, ...)``: seconds per generated token."""
+    labels = tuple(engine.labels for engine in engines)
+    return Seen(x=generation.class_seconds(engines), labels=labels, place=generation.places(engines))
 
 
 def _timed(runs: Sequence[Run]) -> Seen:
