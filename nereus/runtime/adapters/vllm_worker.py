@@ -45,6 +45,10 @@ class NereusWorker:
         """Where this worker stands in its engine, as plain values (``coordinates_of`` reads it)."""
         return asdict(from_vllm(self._nereus_model()))
 
+    def nereus_adapter(self, stage: bool = False) -> VllmAdapter:
+        """This worker's model, for a caller in the same process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``)."""
+        return self._nereus_adapter(stage=stage)
+
     def nereus_join(self, address: str, first_rank: int, size: int, name: str, timeout_s: float = 60.0) -> int:
         """Enter a group of ``size`` processes over several jobs as ``first_rank`` + this worker's number; the rank."""
         rank = first_rank + self._nereus_rank()

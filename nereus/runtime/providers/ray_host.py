@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import socket
+import traceback
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -30,6 +31,7 @@ class Host:
         import torch.distributed
 
         from nereus.runtime.session.local import asking
+        from nereus.runtime.session.members import telling
         from nereus.runtime.session.record import Record
 
         dist: Any = torch.distributed
@@ -38,6 +40,10 @@ class Host:
         store = dist.TCPStore(
             job["address"], job["port"], None, False, timedelta(seconds=job["start_s"]), wait_for_workers=False
         )
-        getattr(importlib.import_module(module), function)(
-            store=store, device=job["device"], spawn=asking(Record(store, job["name"], 0)), **decode(args)
-        )
+        record = Record(store, job["name"], 0)
+        try:
+            with telling(record):
+                work = getattr(importlib.import_module(module), function)
+                work(store=store, device=job["device"], spawn=asking(record), **decode(args))
+        except Exception:  # as text: the driver may not have the framework whose error it is
+            raise RuntimeError(traceback.format_exc()) from None

@@ -233,6 +233,10 @@ class Change:
             if (probe := self.stages[name].probe) is not None
         }
 
+    def _is_cache(self, stage: str) -> bool:
+        bound = self.stages.get(stage)
+        return bound is not None and bound.cache
+
     def _source(self, stage: str) -> str | None:
         """The stage whose state becomes ``stage``'s: itself, else the one that trains the model, else any of it."""
         if stage in self.states:
@@ -269,7 +273,9 @@ class Change:
                 if bound is None:
                     raise Fault(CANNOT_START, f"{stage.name} is bound to nothing here", where=self.record.where)
                 state = self._state_for(stage.name)
-                view = View(plan=command.plan, stage=stage, place=place, job_state=state, loop=self.loop)
+                view = View(
+                    plan=command.plan, stage=stage, place=place, job_state=state, loop=self.loop, epoch=command.epoch
+                )
                 adapter = bound.build(view)
                 prepare = getattr(adapter, "prepare", None)
                 if prepare is not None and state is not None and state.get("optimizer"):
@@ -287,7 +293,7 @@ class Change:
         numbers = self.command.numbers()
         for stage in self.command.plan.owners():
             source = self._source(stage.name)
-            if source is None:
+            if source is None or self._is_cache(stage.name):
                 continue
             held = self.old.stages.get(source) if self.old is not None else None
             adapter = self.built.adapters.get(stage.name)
@@ -321,7 +327,7 @@ class Change:
         try:
             for name, adapter in self.built.adapters.items():
                 state = self._state_for(name)
-                if state is None:
+                if state is None or self._is_cache(name):
                     continue
                 adapter.finish(dict(state))
                 for condition in adapter.checklist():

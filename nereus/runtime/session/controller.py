@@ -33,7 +33,7 @@ from nereus.runtime.faults import CANNOT_START, DEADLINE, PROCESS_ENDED, WRONG_S
 from nereus.runtime.providers.base import ProcessProvider
 from nereus.runtime.session.change import COMMIT, Outcome
 from nereus.runtime.session.lead import Lead, devices_of, names
-from nereus.runtime.session.members import Arrival, Command, Losses, Member, Word
+from nereus.runtime.session.members import Arrival, Command, Losses, Member, Word, failure_of
 from nereus.runtime.session.record import Record, digest_of
 from nereus.runtime.session.recovery import Replan, Turn, no_replan
 
@@ -168,8 +168,8 @@ class Controller:
             pause = min(2 * pause, _LONGEST_POLL_S)
 
     def _why_all_ended(self) -> Fault:
-        said = [self.record.get(f"failed/{member.number}") for member in self.members]
-        first = next((Fault.decode(text) for text in said if text is not None), None)
+        said = (failure_of(self.record, member) for member in self.members)
+        first = next((fault for fault in said if fault is not None), None)
         return first or Fault(PROCESS_ENDED, "all processes of the plan have ended", where="job")
 
     def _arrived(self, key: str) -> dict[str, Any]:

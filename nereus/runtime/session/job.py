@@ -53,6 +53,7 @@ from nereus.runtime.session.members import (
     View,
     Word,
     device_of,
+    tell_failure,
 )
 from nereus.runtime.session.record import Record, digest_of, own_address
 from nereus.runtime.session.recovery import Replan, Turn, no_replan
@@ -197,9 +198,21 @@ class Job:
 
     # -- what the script says ------------------------------------------------------------------------------------------
 
-    def bind(self, stage: str, build: Builder, *, probe: Probe | None = None, tolerance: float = 1e-3) -> None:
-        """How to build a stage's objects for a layout. All processes bind all stages, whatever they serve now."""
-        self._stages[stage] = BoundStage(build=build, probe=probe, tolerance=tolerance)
+    def bind(
+        self,
+        stage: str,
+        build: Builder,
+        *,
+        probe: Probe | None = None,
+        tolerance: float = 1e-3,
+        cache: bool = False,
+    ) -> None:
+        """How to build a stage's objects for a layout. All processes bind all stages, whatever they serve now.
+
+        ``cache``: the stage holds a copy of weights that ``sync`` brings (an engine): nothing of it is kept or moved
+        by a change, and it must be synced after each, and after a recovery, before it is used. Its builder may hand
+        out again the objects that there are, where their layout is the same."""
+        self._stages[stage] = BoundStage(build=build, probe=probe, tolerance=tolerance, cache=cache)
 
     def quiesce(self, hook: Callable[[Command], str | None]) -> None:
         """``hook`` brings to rest what must not run beside a change (a checkpoint being written, prefetching), or
@@ -226,7 +239,11 @@ class Job:
     @property
     def all_alive(self) -> bool:
         """Whether all members still run, as far as anyone has said."""
-        return self._losses.among(self.members) is None
+        return self.loss() is None
+
+    def loss(self) -> Fault | None:
+        """Names the first member that is gone: for waits of the script's own."""
+        return self._losses.among(self.members)
 
     @property
     def leads(self) -> bool:
@@ -269,7 +286,7 @@ class Job:
                     size=len(numbers),
                     drop=(ALL,),
                     deadline_s=self._deadline_s,
-                    stop=self._member_lost,
+                    stop=self.loss,
                 )
             report = prepared.run(self.record.store, name, self._deadline_s, self._connections)
         except MoveError as error:
@@ -324,15 +341,14 @@ class Job:
         self._check_serves()
         self.version += 1
         if self._keep:
-            assert self._built is not None
-            self._snapshots.append(copied(self._built.adapters, dict(self.loop), self.version))
+            self._snapshots.append(copied(self._kept(), dict(self.loop), self.version))
         key = f"epoch/{self.epoch}/boundary/{self.version}"
         numbers = [m.number for m in self.members]
         self.record.put(f"{key}/{self.me.number}", self._arrival() if self.led else self.version)
         if self.leads:
             for number in numbers:
                 self.record.wait(
-                    f"{key}/{number}", self._deadline_s, of=f"process {number} at the boundary", stop=self._member_lost
+                    f"{key}/{number}", self._deadline_s, of=f"process {number} at the boundary", stop=self.loss
                 )
             self.record.first(key, self._word())
         self._requested = None  # in all of them: who leads next must not serve it again
@@ -441,7 +457,7 @@ class Job:
         self._connections.close()
         self._snapshots.clear()
         if self._keep and self._built is not None:
-            self._snapshots.append(copied(self._built.adapters, dict(self.loop), self.version))
+            self._snapshots.append(copied(self._kept(), dict(self.loop), self.version))
         if old is not None:
             old.adapters.clear()
             old.views.clear()
@@ -461,9 +477,13 @@ class Job:
                 if snapshot.version == version:
                     return snapshot
         if clean:
-            assert self._built is not None
-            return live(self._built.adapters, dict(self.loop), version)
+            return live(self._kept(), dict(self.loop), version)
         return None
+
+    def _kept(self) -> dict[str, Adapter]:
+        """Objects whose state is the job's: all but caches."""
+        assert self._built is not None
+        return {name: a for name, a in self._built.adapters.items() if not self._stages[name].cache}
 
     def _check_serves(self) -> None:
         if self._built is None:
@@ -480,11 +500,8 @@ class Job:
         if changing is not None and (fault := losses.among(changing.command.members)) is not None:
             changing.abort(fault.text)
 
-    def _member_lost(self) -> Fault | None:
-        return self._losses.among(self.members)
-
     def _gone(self) -> Fault | None:
-        return self._member_lost() or self._expelled()
+        return self.loss() or self._expelled()
 
     # -- after a loss -------------------------------------------------------------------------------------------------
 
@@ -514,7 +531,7 @@ class Job:
                     self._journal.write(self.epoch, "left")
                 raise
             if len(survivors) == len(self.members):
-                self._failed(error)
+                tell_failure(self.record, Fault.of(error, self.record.where))
                 raise error
             gone = tuple(m.device for m in self.members if m not in survivors)
             self._journal.write(self.epoch, "lost", devices=names(gone))
@@ -532,13 +549,9 @@ class Job:
                 return outcome
             if not self._losses.among(survivors):
                 assert outcome.fault is not None
-                self._failed(outcome.fault)
+                tell_failure(self.record, outcome.fault)
                 raise outcome.fault
         raise Fault(PARTICIPANT_FAILED, "no other process is left", where=self.record.where) from error
-
-    def _failed(self, error: BaseException) -> None:
-        """For a controller, which sees of this process only that it ends."""
-        self.record.put(f"failed/{self.me.number}", Fault.of(error, self.record.where).encode())
 
     def _versions(self) -> list[int]:
         """The boundaries whose state this process holds."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +78,8 @@ class View:
     """What a builder is told: this process's part of one stage of a placed plan.
 
     ``job_state``: that of the stage's state before the change (``Adapter.job_state``), None at the start; a new
-    optimizer takes its slots from it. ``loop``: the training loop's own state at the boundary.
+    optimizer takes its slots from it. ``loop``: the training loop's own state at the boundary. ``epoch``: the change's
+    number, which no other has: for names of a framework's own communicators.
     """
 
     plan: Plan
@@ -83,6 +87,7 @@ class View:
     place: Place
     job_state: Mapping[str, object] | None
     loop: Mapping[str, Any]
+    epoch: int
 
 
 #: Builds (all processes of the stage at once) the framework's objects for a layout, and gives their adapter.
@@ -94,11 +99,13 @@ Probe = Callable[[Any, View], Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundStage:
-    """``tolerance``: largest relative difference of the probe's figures, for another order of sums."""
+    """``tolerance``: largest relative difference of the probe's figures, for another order of sums. ``cache``: see
+    ``Job.bind``."""
 
     build: Builder
     probe: Probe | None = None
     tolerance: float = 1e-3
+    cache: bool = False
 
 
 def device_of(name: str | Device) -> Device:
@@ -148,6 +155,27 @@ class Losses:
             if self.has(member):
                 return Fault(PROCESS_ENDED, f"process {member.number} on {member.device} has ended", where="job")
         return None
+
+
+def tell_failure(record: Record, fault: Fault) -> None:
+    """Why this process is about to end, for whoever sees only that it does."""
+    record.first(f"failed/{socket.gethostname()}/{os.getpid()}", fault.encode())
+
+
+@contextmanager
+def telling(record: Record) -> Iterator[None]:
+    """Around a process's work: what it fails with is told."""
+    try:
+        yield
+    except Exception as error:
+        with suppress(Fault):  # the store is gone
+            tell_failure(record, Fault.of(error, f"{socket.gethostname()} {os.getpid()}"))
+        raise
+
+
+def failure_of(record: Record, member: Member) -> Fault | None:
+    said = record.decided(f"failed/{member.host}/{member.pid}")
+    return Fault.decode(said) if said is not None else None
 
 
 def report_loss(record: Record, who: int | tuple[str, int]) -> None:

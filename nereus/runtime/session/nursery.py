@@ -22,6 +22,7 @@ import torch.distributed
 from nereus.kernels import native
 from nereus.runtime.codec import decode
 from nereus.runtime.session.local import asking
+from nereus.runtime.session.members import telling
 from nereus.runtime.session.record import Record
 from nereus.runtime.worker import die_with
 
@@ -77,7 +78,9 @@ def _child(nursery: int, out: int, target: Any, job: dict[str, Any], device: str
         os.dup2(out, 1)
         os.close(0)
         store = dist.TCPStore("127.0.0.1", job["port"], None, False, timedelta(seconds=60), wait_for_workers=False)
-        target(store=store, device=device, spawn=asking(Record(store, job["name"], 0)), **job["args"])
+        record = Record(store, job["name"], 0)
+        with telling(record):
+            target(store=store, device=device, spawn=asking(record), **job["args"])
         code = 0
     except SystemExit as ending:
         code = ending.code if isinstance(ending.code, int) else 0 if ending.code is None else 1
