@@ -18,12 +18,13 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 
-from nereus.models.hardware import fast_domain, fp8_tflops, gpu_ids, gpu_type
+from nereus.models.hardware import gpu_ids, gpu_type
 from nereus.planner.accuracy import Accuracy, accuracy
 from nereus.planner.calibration import GENERATION, served
 from nereus.planner.generation import Serving
+from nereus.planner.labels import engine_labels
 from nereus.planner.learned import learn
-from nereus.planner.runs import Machine
+from nereus.planner.machines import machine_of
 
 ROOT = Path(__file__).resolve().parent
 DATA = ROOT / "data" / "generation.csv"
@@ -68,32 +69,17 @@ def measured() -> tuple[list[Serving], list[float]]:
 def _serving(row: dict[str, str]) -> Serving:
     gpu = gpu_type(GPUS[row["gpu_type"]])
     layers, hidden, heads, kv_heads = SHAPES[row["model"]]
-    fp8 = row["precision"] == "fp8"
-    flops16 = gpu.bf16_tflops * 1e12
+    format = "fp8" if row["precision"] == "fp8" else "16"
     serving = Serving(
-        machine=Machine(
-            gpu=gpu.name,
-            flops_per_s=(fp8_tflops(gpu.id) or gpu.bf16_tflops) * 1e12 if fp8 else flops16,
-            flops16_per_s=flops16,
-            hbm_bytes_per_s=gpu.hbm_bytes_per_s,
-            intra_bytes_per_s=gpu.intra_bytes_per_s,
-            nic_bytes_per_s=gpu.default_nic_bytes_per_s,
-            domain=fast_domain(gpu.id),
-            mem_gb=gpu.mem_gb,
-        ),
-        labels=(
-            f"gpu:{gpu.id}",
-            f"engine:{row['engine']}",
-            f"cluster:{row['engine']} {gpu.id} {row['precision']}",
-            f"set:{row['engine']} {gpu.id} {row['model']}",
-        ),
+        machine=machine_of(gpu, format),
+        labels=engine_labels(row["engine"], row["model"], gpu, format),
         layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,
         active_params=float(row["params_b"]) * 1e9,
         params=float(row["params_b"]) * 1e9,
-        weight_bytes=1 if fp8 else 2,
+        weight_bytes=1 if format == "fp8" else 2,
         cache_bytes=1 if row["kv_precision"] == "fp8" else 2,
         tp=int(row["tp"]),
         pp=int(row["pp"]),

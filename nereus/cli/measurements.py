@@ -32,3 +32,13 @@ def show(of: Accuracy) -> dict[str, Any]:
 
 def percent(share: float) -> str:
     return f"{100 * share:.1f}%"
+
+
+def within_90(value: float, deviation: float) -> tuple[float, float]:
+    """``deviation``: of the logarithm."""
+    from math import exp
+
+    from nereus.planner.learned import DEVIATIONS_90
+
+    factor = exp(DEVIATIONS_90 * deviation)
+    return value / factor, value * factor

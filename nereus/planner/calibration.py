@@ -66,6 +66,11 @@ GENERATION = Beliefs(
 class Calibration:
     step_time: Learned
     peak_memory: Learned
+    generation: Learned
+
+    def predict_token_time(self, engines: Sequence[Serving]) -> Predicted:
+        """Seconds per generated token of an engine."""
+        return self.generation.predict(served(engines))
 
     def predict_step_time(self, runs: Sequence[Run]) -> Predicted:
         """Seconds."""
@@ -76,8 +81,9 @@ class Calibration:
         return self.peak_memory.predict(_weighed(runs))
 
 
-def calibrate(runs: Sequence[Run]) -> Calibration:
-    """From the runs that were measured; those that ran out of memory teach nothing (their peak is no reading)."""
+def calibrate(runs: Sequence[Run], engines: Sequence[Serving] = (), token_seconds: Sequence[float] = ()) -> Calibration:
+    """From the runs that were measured; those that ran out of memory teach nothing (their peak is no reading).
+    ``engines`` and what each took per generated token."""
     ended = [run for run in runs if not run.out_of_memory]
     timed = [run for run in ended if run.step_time_s]
     weighed = [run for run in ended if run.peak_mem_gb]
@@ -86,6 +92,7 @@ def calibrate(runs: Sequence[Run]) -> Calibration:
         peak_memory=learn(
             PEAK_MEMORY, _weighed(weighed), np.array([(run.peak_mem_gb or 0.0) * run.gb_bytes for run in weighed])
         ),
+        generation=learn(GENERATION, served(engines), np.array(token_seconds)),
     )
 
 
@@ -120,6 +127,7 @@ def to_document(calibration: Calibration) -> dict[str, Any]:
         "version": VERSION,
         "step_time": _save(calibration.step_time),
         "peak_memory": _save(calibration.peak_memory),
+        "generation": _save(calibration.generation),
     }
 
 
@@ -131,6 +139,7 @@ def from_document(document: Mapping[str, Any], path: str) -> Calibration:
         return Calibration(
             step_time=_load(STEP_TIME, document["step_time"], _NUM_PLACES),
             peak_memory=_load(PEAK_MEMORY, document["peak_memory"], _NUM_PLACES),
+            generation=_load(GENERATION, document["generation"], generation.NUM_PLACES),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         why = f"'{error.args[0]}' is missing" if isinstance(error, KeyError) else str(error)

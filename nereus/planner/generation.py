@@ -38,6 +38,7 @@ SPREAD: dict[str, float] = {
     "sampling": 2.0,
 }
 
+NUM_PLACES = 4
 _BF16 = 2
 #: Seconds to launch a layer's kernels, to start a collective (times log2 of the ranks), to sample one token.
 _LAUNCH_S, _COLLECTIVE_S, _SAMPLE_S = 30e-6, 20e-6, 20e-6
@@ -111,9 +112,9 @@ def class_seconds(servings: Sequence[Serving]) -> Floats:
 
 
 def places(servings: Sequence[Serving]) -> Floats:
-    """[servings, 4] for ``Seen.place``."""
+    """[servings, NUM_PLACES] for ``Seen.place``."""
     rows = [
         (np.log2(s.tp), np.log2(s.prompt_len), np.log2(s.response_len), 0.5 * np.log2(max(s.batch, 1.0)))
         for s in servings
     ]
-    return np.array(rows, float).reshape(len(rows), 4)
+    return np.array(rows, float).reshape(len(rows), NUM_PLACES)

@@ -19,10 +19,9 @@ def number_format(precision: str) -> str:
     return "fp8" if "fp8" in word or word.startswith("mx") else "16"
 
 
-def step_labels(cells: Mapping[str, str], gpu: GpuType, format: str) -> tuple[str, ...]:
-    source = cells.get("source", "")
+def step_labels(source: str, gpu: GpuType, format: str, *, sharded: bool) -> tuple[str, ...]:
+    """``sharded``: weights are gathered layer by layer."""
     publisher = _publisher(source)
-    sharded = "full" if "fsdp" in cells.get("zero_dist_opt", "") else "part"
     return (
         f"gpu:{gpu.id}",
         f"format:{format}",
@@ -30,7 +29,16 @@ def step_labels(cells: Mapping[str, str], gpu: GpuType, format: str) -> tuple[st
         f"publisher:{publisher}",
         f"cluster:{publisher} {gpu.id}",
         f"set:{_document(source)} {gpu.id} {format}",
-        f"sharding:{publisher} {sharded}",
+        f"sharding:{publisher} {'full' if sharded else 'part'}",
+    )
+
+
+def engine_labels(engine: str, model: str, gpu: GpuType, format: str) -> tuple[str, ...]:
+    return (
+        f"gpu:{gpu.id}",
+        f"engine:{engine}",
+        f"cluster:{engine} {gpu.id} {format}",
+        f"set:{engine} {gpu.id} {model}",
     )
 
 

@@ -14,18 +14,16 @@ from dataclasses import dataclass
 
 from nereus.ir.cluster import GpuType
 from nereus.ir.diagnostic import Diagnostic, DiagnosticError, Severity
-from nereus.ir.units import TB
-from nereus.models.hardware import fast_domain, fp8_tflops, gpu_ids, gpu_type
+from nereus.models.hardware import gpu_ids, gpu_type
 from nereus.planner.labels import memory_labels, memory_reading, number_format, step_labels
-from nereus.planner.runs import RECOMPUTE, Machine, Run
+from nereus.planner.machines import machine_of
+from nereus.planner.runs import RECOMPUTE, Run
 
 REQUIRED = (
     "layers", "hidden", "heads", "ffn", "vocab", "seq_len", "global_batch", "micro_batch", "gpus", "gpu_type",
     "tp", "pp", "precision",
 )  # fmt: skip
 
-#: fp4 multiplies in at least one and a half times the rate of fp8 on the parts that have it.
-_FP4_OVER_FP8 = 1.5
 _GIB = 2**30
 #: What a reading counts beside tensors: an allocator nothing, a device its context, libraries and communicators.
 _CONSTANT_BYTES = {"allocated": 0.1e9, "reserved": 0.5e9, "device": 2e9, "unstated": 1e9}
@@ -118,8 +116,8 @@ def _run(cells: _Row, assumed: list[str]) -> Run:
     mlp_matrices, params = _params(shape, _number(cells, "params_b"), gated=moe is not None, assumed=assumed)
     reading = cells.get("mem_basis", "")
     return Run(
-        machine=_machine(gpu, format),
-        labels=step_labels(cells, gpu, format),
+        machine=machine_of(gpu, format),
+        labels=step_labels(cells.get("source", ""), gpu, format, sharded="fsdp" in cells.get("zero_dist_opt", "")),
         memory_labels=memory_labels(cells, gpu, format),
         layers=layers,
         hidden=hidden,
@@ -159,21 +157,6 @@ def _gpu(name: str) -> GpuType:
         if name.lower() in (id, gpu_type(id).name.lower()):
             return gpu_type(id)
     raise _Unusable(f"gpu_type {name!r} is not in the hardware table")
-
-
-def _machine(gpu: GpuType, format: str) -> Machine:
-    flops16 = gpu.bf16_tflops * TB
-    fp8 = (fp8_tflops(gpu.id) or gpu.bf16_tflops) * TB
-    return Machine(
-        gpu=gpu.name,
-        flops_per_s={"16": flops16, "fp8": fp8, "fp4": fp8 * _FP4_OVER_FP8}[format],
-        flops16_per_s=flops16,
-        hbm_bytes_per_s=gpu.hbm_bytes_per_s,
-        intra_bytes_per_s=gpu.intra_bytes_per_s,
-        nic_bytes_per_s=gpu.default_nic_bytes_per_s,
-        domain=fast_domain(gpu.id),
-        mem_gb=gpu.mem_gb,
-    )
 
 
 def _params(shape: tuple[int, ...], billions: float | None, *, gated: bool, assumed: list[str]) -> tuple[int, float]:

@@ -70,6 +70,7 @@ class Run:
     sharding: str
     gradient_bytes: int  # a parameter
     flash: bool  # attention never writes its scores out
+    forward_only: bool = False  # log-probabilities, rewards, values: no backward pass, no update
     #: Seconds; GB as the row counts them. None where they were not measured.
     step_time_s: float | None = None
     peak_mem_gb: float | None = None
@@ -112,6 +113,7 @@ class Columns:
     ep: Floats
     gradient_bytes: Floats
     flash: Floats
+    forward_only: Floats
     constant_bytes: Floats
     num_microbatches: Floats
     recompute: Floats  # place in RECOMPUTE

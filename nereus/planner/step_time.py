@@ -112,13 +112,16 @@ def class_seconds(c: Columns) -> Floats:
     layers = np.ceil(c.layers / c.pp)
     busy = c.num_microbatches + (c.pp - 1) / c.vp
     full, selective = c.recompute == RECOMPUTE.index("full"), c.recompute == RECOMPUTE.index("selective")
-    passes = 3.0 + full
-    core_passes = passes + selective
+    forward = c.forward_only > 0
+    passes = np.where(forward, 1.0, 3.0 + full)
+    core_passes = np.where(forward, 1.0, passes + selective)
+    # Messages between stages and to experts go forward, and again backward.
+    directions = np.where(forward, 0.5, 1.0)
     sharded = c.sharding == SHARDING.index("full")
     attention = c.hidden**2 * (2 + 2 * c.kv_heads / c.heads)
     mlp = c.hidden * c.ffn * c.mlp_matrices * (c.experts_per_token + c.shared_experts)
     boundary = _BF16 * tokens * c.hidden
-    reductions = busy * layers * np.where(full, 6.0, 4.0)
+    reductions = busy * layers * np.where(forward, 2.0, np.where(full, 6.0, 4.0))
     crosses = c.gpus > c.domain
 
     gemm = busy * passes * layers * 2 * tokens * (attention + mlp) / c.tp / c.flops_per_s
@@ -128,13 +131,14 @@ def class_seconds(c: Columns) -> Floats:
     held = (c.params - c.expert_params) / (c.tp * c.pp) + c.expert_params / (c.tp * c.pp) / c.ep
     ranks = c.dp * c.cp
     shards = np.where((c.sharding == 0), 1.0, ranks)
+    gathers = held * np.where(forward, 1, 3) * _BF16
     rate = np.where(crosses, c.nic_bytes_per_s, c.intra_bytes_per_s)
     found = {
         "gemm": gemm,
         "narrow": gemm * _NARROW / (c.hidden / c.tp),
         "short": gemm * _SHORT / tokens,
         "misaligned": np.where((c.hidden // c.heads) % 8 != 0, gemm + core, 0.0),
-        "logits": 3 * busy * 2 * tokens * c.hidden * c.vocab / c.tp / c.flops16_per_s,
+        "logits": np.where(forward, 1.0, 3.0) * busy * 2 * tokens * c.hidden * c.vocab / c.tp / c.flops16_per_s,
         "core": core,
         "scores": scores * np.where(c.flash > 0, _FLASH_SHARE, 1.0) / c.hbm_bytes_per_s,
         "elementwise": elementwise,
@@ -143,13 +147,13 @@ def class_seconds(c: Columns) -> Floats:
         "tp_outside": reductions
         * _all_reduce(boundary / np.minimum(c.tp, c.domain), np.ceil(c.tp / c.domain))
         / c.nic_bytes_per_s,
-        "pipeline": np.where(c.pp > 1, busy * c.vp * 2 * boundary / c.tp / rate, 0.0),
-        "pipeline_start": np.where(c.pp > 1, (c.num_microbatches * c.vp + c.pp - 1) * 2 * _MESSAGE_S, 0.0),
-        "dp": np.where(sharded, 0.0, _levels(held * (c.gradient_bytes + _BF16), ranks, c)),
-        "gather": np.where(sharded, c.num_microbatches * _levels(held * 3 * _BF16, ranks, c), 0.0),
-        "experts": busy * layers * 4 * _dispatch(boundary, c),
-        "context": busy * layers * 6 * boundary * c.kv_heads / c.heads * (c.cp - 1) / c.cp / c.tp / rate,
-        "optimizer": held / shards * _OPTIMIZER_BYTES / c.hbm_bytes_per_s,
+        "pipeline": np.where(c.pp > 1, directions * busy * c.vp * 2 * boundary / c.tp / rate, 0.0),
+        "pipeline_start": np.where(c.pp > 1, directions * (c.num_microbatches * c.vp + c.pp - 1) * 2 * _MESSAGE_S, 0.0),
+        "dp": np.where(sharded | forward, 0.0, _levels(held * (c.gradient_bytes + _BF16), ranks, c)),
+        "gather": np.where(sharded, c.num_microbatches * _levels(gathers, ranks, c), 0.0),
+        "experts": directions * busy * layers * 4 * _dispatch(boundary, c),
+        "context": busy * layers * 2 * passes * boundary * c.kv_heads / c.heads * (c.cp - 1) / c.cp / c.tp / rate,
+        "optimizer": np.where(forward, 0.0, held / shards * _OPTIMIZER_BYTES / c.hbm_bytes_per_s),
         "launch": busy * layers * passes * _LAUNCH_S,
         "step": np.full_like(gemm, _STEP_S),
     }

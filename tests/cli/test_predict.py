@@ -79,3 +79,18 @@ def test_faulty_input_has_its_code(nereusc: Any, measured: str, tmp_path: Path) 
     ran = nereusc("fit", str(unmeasured), "-o", str(tmp_path / "none.json"))
     assert ran.code == 1 and "NRS7004" in ran.stderr and not (tmp_path / "none.json").exists()
     assert nereusc("predict", "--calibration", str(tmp_path / "absent"), measured).code == 1
+
+
+def test_the_step_of_a_plan(nereusc: Any, tmp_path: Path) -> None:
+    path = tmp_path / "job.plan"
+    path.write_text(
+        'cluster { node n0 { gpus = 8 x "h100-sxm-80gb" } }\nmodel actor = "qwen2.5-7b"\n'
+        "workload { algorithm = sft  prompts = 512  mini_batch = 128 }\n"
+        "stage actor.train { on = n0  tp = 2  backend = megatron  optimizer = adam  zero = 1 }\n"
+    )
+    ran = nereusc("predict", str(path))
+    assert ran.code == 0 and "s a step, 90 in 100 between" in ran.stdout and "actor.train" in ran.stdout
+    document = nereusc("predict", "--json", str(path)).json()
+    assert document["seconds"] == document["stages"][0]["seconds"] and document["stages"][0]["critical"]
+    path.write_text("cluster {")
+    assert nereusc("predict", str(path)).code == 1

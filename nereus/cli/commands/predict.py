@@ -1,21 +1,25 @@
-"""``nereusc predict``: step time and peak memory of training runs, and the error where they were measured."""
+"""``nereusc predict``: step time and peak memory of training runs, with the error where they were measured; or the RL
+step of a plan, stage by stage."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nereus.cli.exit_codes import ExitCode
+from nereus.cli.exit_codes import ExitCode, for_diagnostics
 from nereus.cli.files import read_text
-from nereus.cli.measurements import bad_rows, percent, show
+from nereus.cli.measurements import bad_rows, percent, show, within_90
 from nereus.cli.options import add_json, add_output_format
 from nereus.cli.output import Output, table
 from nereus.ir.units import GB
 
+if TYPE_CHECKING:
+    from nereus.planner.calibration import Calibration
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="ROWS.csv", help="runs, one a row; - reads standard input")
+    parser.add_argument("file", metavar="FILE", help="runs, one a row (CSV; - is standard input), or a plan (*.plan)")
     parser.add_argument(
         "--calibration", metavar="FILE", help="what nereusc fit wrote (default: data sheets and priors alone)"
     )
@@ -24,10 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    from nereus.planner.calibration import Calibration, calibrate
+    from nereus.planner.calibration import calibrate
     from nereus.planner.rows import read_rows
 
     calibration: Calibration = calibrate(()) if args.calibration is None else _read_calibration(args.calibration)
+    if args.file.endswith(".plan"):
+        return _plan(args, calibration, out)
     rows = read_rows(read_text(args.file), args.file)
     out.diagnostics(bad_rows(rows, args.file))
     runs = [row.run for row in rows if row.run is not None]
@@ -66,7 +72,44 @@ def run(args: argparse.Namespace, out: Output) -> int:
     return ExitCode.OK
 
 
-def _read_calibration(path: str) -> Any:
+def _plan(args: argparse.Namespace, calibration: Calibration, out: Output) -> int:
+    from nereus.lang.api import load_plan
+    from nereus.planner.rl_step import step_time
+
+    loaded = load_plan(args.file)
+    out.diagnostics(loaded.diagnostics)
+    if loaded.plan is None:
+        return for_diagnostics(loaded.diagnostics)
+    found = step_time(loaded.plan, calibration)
+    low, high = within_90(found.seconds, found.deviation)
+    if out.json:
+        stages = [
+            {
+                "stage": time.stage,
+                "start_s": time.start_s,
+                "seconds": time.seconds,
+                "seconds_within_90": list(within_90(time.seconds, time.deviation)),
+                "critical": time.stage in found.critical,
+            }
+            for time in found.stages
+        ]
+        content = {"plan": args.file, "calibration": args.calibration, "seconds": found.seconds}
+        out.document("predict-plan", {**content, "seconds_within_90": [low, high], "stages": stages})
+        return ExitCode.OK
+    out.print(f"{args.file}: {found.seconds:.1f} s a step, 90 in 100 between {low:.1f} and {high:.1f}")
+    if args.calibration is None:
+        out.print("from data sheets and priors alone: --calibration names what nereusc fit learned")
+    lines = []
+    for time in found.stages:
+        low, high = within_90(time.seconds, time.deviation)
+        mark = "*" if time.stage in found.critical else ""
+        lines.append((time.stage, f"{time.start_s:.1f}", f"{time.seconds:.1f}", f"{low:.1f} - {high:.1f}", mark))
+    out.print("\n".join(table(("stage", "starts", "s", "90 in 100", ""), lines, right=(1, 2, 3))))
+    out.print("* on the critical path; weight sync, offloading and set-up between stages are not counted")
+    return ExitCode.OK
+
+
+def _read_calibration(path: str) -> Calibration:
     from nereus.planner.calibration import from_document
 
     text = read_text(path)
