@@ -172,7 +172,8 @@ def document(rows: list[Compared], timing: list[str]) -> str:
             + ".",
             "",
             f"CPU time of one estimate, one core, parsing excluded, best of {REPEATS}. Remembered are: of a plan, the",
-            "columns of its copies; across plans, tables of layouts and of architectures. The aim is 1.2 ms at 1,024:",
+            "columns of its copies; across plans, tables of layouts and of architectures. The aim is 1.2 ms at 1,024;",
+            "on a machine with two busy cores, so that figures differ by a tenth or two between runs:",
             "",
             *timing,
         ]

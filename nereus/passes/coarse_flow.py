@@ -293,13 +293,6 @@ def _is_sharded(holders: Sequence[_Holder]) -> bool:
     return any(h.part.shards("master", expert=False)[1] > 1 for h in holders if not h.old)
 
 
-def _alone(shares: Shares) -> bool:
-    """Whether no two ranks of a node want the same."""
-    rows = np.concatenate((shares.cells, shares.node[:, None].view(np.uint8)), axis=1)
-    key = np.ascontiguousarray(rows).view(np.dtype((np.void, rows.shape[1]))).reshape(-1)
-    return len(np.unique(key)) == len(key)
-
-
 def _thin(holders: Sequence[_Holder], slot: str, ends: FloatArray | None, component: str) -> tuple[float, float]:
     """Share of every tensor that one old and one new rank have, where others are cut by ranges of layers."""
     thin = [1.0, 1.0]
@@ -327,7 +320,7 @@ def _spared(
     new: Sequence[Shares], makers: Sequence[Sequence[Shares]], num_nodes: int, sharded: bool
 ) -> Sequence[Shares]:
     """What need not enter a node, since all of its places that want it make it themselves."""
-    if sharded and not all(_alone(s) for s in new):
+    if sharded and not all(s.alone() for s in new):
         return []
     masters = [m for made in makers for m in made]
     lacking = [s.node for s, made in zip(new, makers, strict=True) if not made]

@@ -134,7 +134,8 @@ def _staying(old: Plan, new: Plan, stage: Stage, devices: IntArray, was: tuple[S
     """Ranks of engines that run on the same GPUs before and after."""
     if was is None or not same_engine(old, new, was[0], stage):
         return np.zeros(len(devices), dtype=bool)
-    if np.array_equal(was[1], devices):
+    alike = (was[0].order, was[0].cp) == (stage.order, stage.cp)
+    if alike and np.array_equal(was[1], devices):
         return np.ones(len(devices), dtype=bool)
     rows = [_engines(s, d) for s, d in ((was[0], was[1]), (stage, devices))]
     known = {row.tobytes() for row in rows[0]}
@@ -145,6 +146,6 @@ def _staying(old: Plan, new: Plan, stage: Stage, devices: IntArray, was: tuple[S
 def _engines(stage: Stage, devices: IntArray) -> IntArray:
     """Devices of every replica, ``[replicas, ranks]``."""
     coords = layout_of(stage).coordinates()
-    table = np.zeros((stage.dp, stage.pp * stage.tp), dtype=np.int64)
-    table[coords["dp"], coords["pp"] * stage.tp + coords["tp"]] = devices
+    table = np.zeros((stage.dp, stage.pp * stage.tp * stage.cp), dtype=np.int64)
+    table[coords["dp"], (coords["pp"] * stage.tp + coords["tp"]) * stage.cp + coords["cp"]] = devices
     return table

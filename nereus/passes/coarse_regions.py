@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +36,7 @@ class Shares:
     place: IntArray
     node: IntArray
     #: Where the same per node is remembered, if these are all ranks of a plan's copy: see ``joined``.
-    memo: dict[object, Joined] | None = None
+    memo: dict[object, Any] | None = None
     key: object = None
 
     def alive(self) -> Shares:
@@ -54,7 +55,20 @@ class Shares:
         key = (num_nodes, self.key)
         if key not in self.memo:
             self.memo[key] = self._joined(num_nodes)
-        return self.memo[key]
+        found: Joined = self.memo[key]
+        return found
+
+    def alone(self) -> bool:
+        """Whether no two ranks of a node have the same cells."""
+        key = ("alone", self.key)
+        if self.memo is None or key not in self.memo:
+            rows = np.concatenate((self.cells, self.node[:, None].view(np.uint8)), axis=1)
+            whole = np.ascontiguousarray(rows).view(np.dtype((np.void, rows.shape[1]))).reshape(-1)
+            found = len(np.unique(whole)) == len(whole)
+            if self.memo is None:
+                return found
+            self.memo[key] = found
+        return bool(self.memo[key])
 
     def _joined(self, num_nodes: int) -> Joined:
         found = self._merged()
@@ -140,10 +154,9 @@ def lack(wanted: Sequence[Shares], held: Sequence[Shares], num_groups: int, weig
         ends = np.sort(ends, axis=1)
     begin, length = ends[:, :-1], ends[:, 1:] - ends[:, :-1]
     want, have = _covered(new, begin, ends[:, 1:]), _covered(old, begin, ends[:, 1:])
-    which = np.arange(num_bytes)
 
     def measure(cells: ByteArray) -> FloatArray:
-        found: FloatArray = (weigh[which, cells].sum(axis=2) * length).sum(axis=1)
+        found: FloatArray = np.einsum("ij,ij->i", elements_of(cells, weigh), length)
         return found
 
     return Lack(measure(want), measure(have), measure(want & ~have))
@@ -154,8 +167,15 @@ def overlap(new: Shares, old: Shares, source: IntArray, weigh: FloatArray) -> Fl
     low = np.maximum(new.lo, old.lo[source])
     length = np.where(source >= 0, np.minimum(new.hi, old.hi[source]) - low, 0.0)
     cells = new.cells & old.cells[source]
-    found: FloatArray = weigh[np.arange(len(weigh)), cells].sum(axis=1) * np.maximum(length, 0.0)
+    found: FloatArray = elements_of(cells, weigh) * np.maximum(length, 0.0)
     return found
+
+
+def elements_of(cells: ByteArray, weigh: FloatArray) -> FloatArray:
+    """Of bit sets ``[..., bytes]``, per unit of the long axis."""
+    num_bytes, values = weigh.shape
+    found: FloatArray = weigh.reshape(-1).take(cells + np.arange(0, num_bytes * values, values))
+    return found[..., 0] if num_bytes == 1 else found @ np.ones(num_bytes)
 
 
 def _two_valued(ends: FloatArray) -> bool:

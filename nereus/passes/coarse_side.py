@@ -19,6 +19,7 @@ from nereus.ir.layout import SHARD_NONE, IntArray, Layout, layout_of
 from nereus.ir.plan import Model, Plan, Slot, Stage
 from nereus.models.memory.state import Copy, copies, device_state_bytes
 from nereus.models.memory.steady import Place, kv_cache_bytes, mem_bytes_of, place_parts
+from nereus.passes.coarse_grid import FloatArray
 
 _NODE, _INDEX = attrgetter("node"), attrgetter("index")
 
@@ -82,6 +83,18 @@ class Part:
         return rule, self.layout.num_expert_shards if expert else self.layout.num_shards
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PortRates:
+    """Of a cluster: the node and bytes of every device; seconds per byte into it by the best link and by its host
+    link, and, per node, through its NICs."""
+
+    node_of: IntArray
+    capacity: IntArray
+    gpu_s: FloatArray
+    pcie_s: FloatArray
+    nic_s: FloatArray
+
+
 @dataclass(frozen=True, eq=False)
 class Side:
     """Devices are numbered node by node, as the cluster lists them."""
@@ -98,6 +111,20 @@ class Side:
     def first_device(self) -> IntArray:
         first: IntArray = np.cumsum(self.node_gpus) - self.node_gpus
         return first
+
+    @cached_property
+    def ports(self) -> PortRates:
+        rates: dict[int, tuple[int, float, float]] = {}
+        rows = []
+        for node in self.plan.cluster.nodes:
+            gpu = node.gpu
+            if id(gpu) not in rates:
+                inside = max(min(gpu.intra_bytes_per_s, gpu.intra_peer_bytes_per_s), gpu.pcie_bytes_per_s)
+                rates[id(gpu)] = (gpu.capacity_bytes, 1.0 / inside, 1.0 / gpu.pcie_bytes_per_s)
+            rows.append((*rates[id(gpu)], 1.0 / node.nic_bytes_per_s))
+        table = np.array(rows)
+        node_of = np.repeat(np.arange(len(rows)), self.node_gpus)
+        return PortRates(node_of, table[node_of, 0].astype(np.int64), table[node_of, 1], table[node_of, 2], table[:, 3])
 
     @cached_property
     def needs(self) -> IntArray:

@@ -52,29 +52,21 @@ class Space:
 
 
 def space_of(old: Side, new: Side) -> Space:
-    nodes = new.plan.cluster.nodes
-    number = {name: i for i, name in enumerate(new.node_names)}
-    gpus = new.node_gpus
-    first = new.first_device
-    rates: dict[int, tuple[int, float, float]] = {}
-    rows = []
-    for node in nodes:
-        gpu = node.gpu
-        if id(gpu) not in rates:
-            inside = min(gpu.intra_bytes_per_s, gpu.intra_peer_bytes_per_s)
-            rates[id(gpu)] = (gpu.capacity_bytes, 1.0 / max(inside, gpu.pcie_bytes_per_s), 1.0 / gpu.pcie_bytes_per_s)
-        rows.append((*rates[id(gpu)], 1.0 / node.nic_bytes_per_s))
-    table = np.array(rows)
-    node_of = np.repeat(np.arange(len(nodes)), gpus)
+    ports = new.ports
+    if old.node_names == new.node_names:
+        old_node = np.arange(len(new.node_names))
+    else:
+        number = {name: i for i, name in enumerate(new.node_names)}
+        old_node = np.array([number.get(name, -1) for name in old.node_names], dtype=np.int64)
     return Space(
-        num_devices=int(gpus.sum()),
+        num_devices=len(ports.node_of),
         names=new.node_names,
-        node_of=node_of,
-        first=first,
-        gpus=gpus,
-        old_node=np.array([number.get(name, -1) for name in old.node_names], dtype=np.int64),
-        capacity=table[node_of, 0].astype(np.int64),
-        gpu_s=table[node_of, 1],
-        pcie_s=table[node_of, 2],
-        nic_s=table[:, 3],
+        node_of=ports.node_of,
+        first=new.first_device,
+        gpus=new.node_gpus,
+        old_node=old_node,
+        capacity=ports.capacity,
+        gpu_s=ports.gpu_s,
+        pcie_s=ports.pcie_s,
+        nic_s=ports.nic_s,
     )
