@@ -21,6 +21,7 @@ from nereus.ir.plan import Plan
 from nereus.models.naming.base import Where
 from nereus.models.naming.hf import HfNaming
 from nereus.models.tensors import logical_tensors
+from nereus.runtime.adapters import safetensors_state
 from nereus.runtime.adapters.torch_plain import PlainTorch
 from nereus.runtime.faults import EXPELLED, Fault
 from nereus.runtime.session.job import COMMUNICATION, Aborted, Job, attach
@@ -146,8 +147,11 @@ def main(
     requests: dict[int, int] | None = None,
     spawns: bool = True,
     rehearsals: dict[int, int] | None = None,
+    saves: dict[int, str] | None = None,
+    restore: str = "",
 ) -> None:
     """``changes``: after step s to plan number p. ``fault``: {"device", "phase" | "step", "kind", "epoch"}.
+    ``restore``: a checkpoint to begin from; ``saves``: after step s to a checkpoint.
     ``rehearsals``: after step s of plan number p, before the change.
     ``requests``: after step s one process asks for plan number p, to be served at that boundary or the next.
     ``fallback``: plans to try after a loss: the first that needs no lost device."""
@@ -203,6 +207,8 @@ def main(
     compiled = _counted()
     try:
         job.start({"step": 0})
+        if restore:
+            job.restore(restore)
         while job.loop["step"] < steps:
             step = job.loop["step"]
             try:
@@ -224,6 +230,10 @@ def main(
                     if isinstance(served, PlainTorch) and (wrong := differences(served, step + 1)):
                         log.append(f"at {step} the engine has other weights: {wrong}")
                 job.loop["step"] = step + 1
+                if (path := (saves or {}).get(step)) is not None:
+                    if fault is not None and fault.get("save") and device == fault["device"]:
+                        safetensors_state.Sink.finish = lambda _: strike("kill")  # type: ignore[method-assign]
+                    log.append(f"saved {job.checkpoint(path)} bytes at {step}")
                 if (number := (rehearsals or {}).get(step)) is not None:
                     phases = job.rehearse(plans[number]).phases_s
                     log.append(f"rehearsed at {step}: {' '.join(phases)}; compiled {len(compiled)}")

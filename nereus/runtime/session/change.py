@@ -16,7 +16,7 @@ then says: if the others had all votes by then, it commits with them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -214,7 +214,7 @@ class Change:
             self.loop = _same("the loop's state", {n: o.loop for n, o in said.items() if o.loop is not None}) or {}
         names = dict.fromkeys(name for o in said.values() for name in o.states)
         self.states: dict[str, Any] = {
-            name: _united(f"the job state of {name}", {n: o.states[name] for n, o in said.items() if name in o.states})
+            name: united(f"the job state of {name}", {n: o.states[name] for n, o in said.items() if name in o.states})
             for name in names
         }
 
@@ -239,20 +239,14 @@ class Change:
 
     def _source(self, stage: str) -> str | None:
         """The stage whose state becomes ``stage``'s: itself, else the one that trains the model, else any of it."""
-        if stage in self.states:
-            return stage
-        model = stage.partition(".")[0]
-        others = [name for name in self.states if name.partition(".")[0] == model]
-        return next((name for name in others if name.endswith(".train")), others[0] if others else None)
+        return source_of(stage, self.states)
 
     def _state_for(self, stage: str) -> Mapping[str, Any] | None:
         source = self._source(stage)
         if source is None:
             return None
         state: Mapping[str, Any] = self.states[source]
-        if source != stage:  # the weights alone
-            state = {**state, "optimizer": {}, "scheduler": None, "scaler": None}
-        return state
+        return state if source == stage else weights_alone(state)
 
     # -- prepare, move, finish ----------------------------------------------------------------------------------------
 
@@ -378,6 +372,20 @@ class Change:
                 self.serving.groups.renew(f"{self.command.epoch}-aborted")
 
 
+def source_of(stage: str, stages: Iterable[str]) -> str | None:
+    """Which of ``stages`` has what becomes ``stage``'s: itself, else the one that trains the model, else any of it."""
+    model = stage.partition(".")[0]
+    others = [name for name in stages if name.partition(".")[0] == model]
+    if stage in others:
+        return stage
+    return next((name for name in others if name.endswith(".train")), others[0] if others else None)
+
+
+def weights_alone(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A job state for objects that do not train."""
+    return {**state, "optimizer": {}, "scheduler": None, "scaler": None}
+
+
 def tensors_of(model: Model) -> tuple[LogicalTensor, ...]:
     return logical_tensors(model.arch, model.head, model.lora)
 
@@ -392,7 +400,7 @@ def _same(what: str, said: Mapping[int, Any]) -> Any:
     return items[0][1] if items else None
 
 
-def _united(what: str, said: Mapping[int, Any]) -> Any:
+def united(what: str, said: Mapping[int, Any]) -> Any:
     """Of mappings all keys that any process has (a pipeline stage knows the parameters of its own layers); what several
     have must be the same."""
     items = list(said.items())
@@ -401,7 +409,7 @@ def _united(what: str, said: Mapping[int, Any]) -> Any:
         if isinstance(found, Mapping) and isinstance(value, Mapping):
             both = {first: found, number: value}
             found = {
-                key: _united(f"{what}: {key}", {n: v[key] for n, v in both.items() if key in v})
+                key: united(f"{what}: {key}", {n: v[key] for n, v in both.items() if key in v})
                 for key in dict.fromkeys((*found, *value))
             }
         elif found != value:

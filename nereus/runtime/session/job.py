@@ -22,6 +22,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, overload
 
 from nereus.ir.cluster import Device
@@ -39,6 +40,7 @@ from nereus.runtime.faults import (
 from nereus.runtime.live import ALL, Connections, MoveError, Prepared, prepare_among
 from nereus.runtime.providers.base import ProcessProvider
 from nereus.runtime.session.change import COMMIT, REHEARSED, Built, Change, OnPhase, Outcome, tensors_of
+from nereus.runtime.session.checkpoint import Storage
 from nereus.runtime.session.controller import Controller, said_by
 from nereus.runtime.session.journal import Journal
 from nereus.runtime.session.lead import Lead, Spawn, devices_of, names
@@ -191,6 +193,7 @@ class Job:
         self._syncs = 0
         self._prepared: dict[tuple[str, str], Prepared] = {}
         self._connections = Connections()
+        self._checkpoints = 0
         self._requested: Plan | None = None
         self._rehearses = False
         self.record.put(f"member/{number}", self.me)
@@ -297,6 +300,34 @@ class Job:
             new.finish({**new.job_state(), "version": self.version})
         return report.received_bytes
 
+    def checkpoint(self, path: str | os.PathLike[str]) -> int:
+        """Write the job's state, between two steps, in all processes of the plan: compiled moves into files, a share
+        for each process. The number of bytes that this one wrote. Raises Fault; then an older checkpoint is still
+        there."""
+        return self._storage().save(Path(path), self.loop)
+
+    def restore(self, path: str | os.PathLike[str]) -> None:
+        """After ``start``, in all processes of the plan, whatever plan the checkpoint was written in: the objects'
+        state and ``loop``. All of them must see ``path``. Raises Fault; the objects are then not to be used."""
+        self.loop = self._storage().load(Path(path))
+        self._touched = False
+        if self._keep:
+            self._snapshots[:] = [copied(self._kept(), dict(self.loop), self.version)]
+
+    def _storage(self) -> Storage:
+        self._check_serves()
+        self._checkpoints += 1
+        return Storage(
+            record=self.record,
+            key=f"epoch/{self.epoch}/checkpoint/{self._checkpoints}",
+            numbers=tuple(m.number for m in self.members),
+            stages=tuple(s for s in self.plan.owners() if not self._stages[s.name].cache),
+            plan=self.plan,
+            adapters=self._kept(),
+            deadline_s=self._deadline_s,
+            stop=self.loss,
+        )
+
     # -- start, boundaries, changes ------------------------------------------------------------------------------------
 
     def start(self, loop: Mapping[str, Any] | None = None) -> Outcome:
@@ -391,10 +422,8 @@ class Job:
 
     def rehearse(self, plan: Plan) -> Outcome:
         """Every process, at the same place, between steps: make the change to ``plan`` up to where bytes would move,
-        and go back. What was compiled on the way is kept, so that the change itself stops the job for less. Raises
-        Aborted where the change could not be made as things are now.
-
-        Not for a job that a controller leads."""
+        and go back; what was compiled on the way is kept. Raises Aborted where the change could not be made as things
+        are now. Not for a job that a controller leads."""
         self._requested, self._rehearses = pin(plan), True
         try:
             outcome = self.boundary()
@@ -452,7 +481,7 @@ class Job:
         self.members = tuple(m for m in command.members if m.device in needed)
         if command.base or command.loop is not None:
             self.loop = dict(change.loop)
-        self._turn, self._touched, self._syncs = 0, False, 0
+        self._turn, self._touched, self._syncs, self._checkpoints = 0, False, 0, 0
         self._prepared.clear()
         self._connections.close()
         self._snapshots.clear()
