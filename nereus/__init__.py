@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 #: What users embed, by the module that has it. They need torch, and ``nereusc --help`` must not: each is loaded when it
 #: is first asked for.
-_LAZY = {"attach": "nereus.runtime.session.job", "describe": "nereus.runtime.describe"}
+_LAZY = {"attach": "nereus.runtime.session.attach", "describe": "nereus.runtime.describe"}
 
 
 def __getattr__(name: str) -> Any:

@@ -34,8 +34,9 @@ from nereus.ir.cluster import Device
 from nereus.ir.plan import Plan
 from nereus.runtime.adapters.torch_plain import PlainTorch
 from nereus.runtime.faults import CANNOT_START, Fault
+from nereus.runtime.session.attach import attach
 from nereus.runtime.session.change import Outcome
-from nereus.runtime.session.job import COMMUNICATION, Aborted, Job, attach
+from nereus.runtime.session.job import COMMUNICATION, Aborted, Job
 from nereus.runtime.session.local import LocalProcesses
 
 STAGES = ("actor.train", "actor.generate", "critic.train", "ref.infer")

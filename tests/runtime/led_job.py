@@ -16,7 +16,8 @@ from runtime.session_job import build, differences, probe
 
 from nereus.runtime.adapters.torch_plain import PlainTorch
 from nereus.runtime.faults import Fault
-from nereus.runtime.session.job import COMMUNICATION, attach
+from nereus.runtime.session.attach import attach
+from nereus.runtime.session.job import COMMUNICATION
 
 
 def main(
@@ -32,12 +33,19 @@ def main(
     lone: tuple[str, int] | None = None,
     ask: tuple[int, Any] | None = None,
     hold: tuple[str, int] | None = None,
+    kill: tuple[str, str] | None = None,
 ) -> None:
     """``stop``: device and step of a process that stops answering, with its connections open. ``lone``: of one whose
     loop goes ways of its own. ``hold``: of one that lets the others wait in their collective until there is a file
-    ``go``. ``ask``: at this step the workers ask for that plan."""
+    ``go``. ``kill``: device and phase of one that ends in the first change. ``ask``: at this step the workers ask for
+    that plan."""
     torch.set_num_threads(1)
-    job = attach(store=store, device=device, name=name, deadline_s=deadline_s, snapshots=True)
+
+    def on_phase(phase: str) -> None:
+        if kill == (device, phase) and job.epoch == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    job = attach(store=store, device=device, name=name, deadline_s=deadline_s, snapshots=True, on_phase=on_phase)
     job.bind("actor.train", build, probe=probe)
     log: list[str] = []
     _leave(folder, f"pid-{device}", os.getpid())

@@ -24,7 +24,8 @@ from nereus.models.tensors import logical_tensors
 from nereus.runtime.adapters import safetensors_state
 from nereus.runtime.adapters.torch_plain import PlainTorch
 from nereus.runtime.faults import EXPELLED, Fault
-from nereus.runtime.session.job import COMMUNICATION, Aborted, Job, attach
+from nereus.runtime.session.attach import attach
+from nereus.runtime.session.job import COMMUNICATION, Aborted, Job
 from nereus.runtime.session.members import View
 
 ARCH = Arch(

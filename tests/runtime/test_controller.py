@@ -30,12 +30,15 @@ pytestmark = pytest.mark.procs
 STEPS = 6
 
 
-def plan(name: str, count: int, **degrees: Any) -> Plan:
+def plan(name: str, count: int, *, first: int = 0, **degrees: Any) -> Plan:
     slots = default_slots(trains=True, precision="fp32", optimizer="adam")
-    return replace(trainer(cluster(4), count, arch=ARCH, slots=slots, **degrees), path=name)
+    found = trainer(cluster(4), count, arch=ARCH, slots=slots, **degrees)
+    (only,) = found.stages
+    return replace(found, path=name, stages=(replace(only, devices=found.cluster.devices[first : first + count]),))
 
 
-TP2, TP2_DP2, PP2, DP3 = plan("tp2", 2, tp=2), plan("tp2 dp2", 4, tp=2), plan("pp2", 2, pp=2), plan("dp3", 3)
+TP2, TP2_DP2, PP2 = plan("tp2", 2, tp=2), plan("tp2 dp2", 4, tp=2), plan("pp2", 2, pp=2)
+DP3, DP4, LAST3 = plan("dp3", 3), plan("dp4", 4), plan("last three", 3, first=1)
 
 
 @contextmanager
@@ -59,7 +62,7 @@ def test_plans_and_the_loop_come_from_the_controller(tmp_path: Path) -> None:
     nowhere = replace(TP2, path="nowhere", cluster=cluster(4, 4))
     (only,) = nowhere.stages
     nowhere = replace(nowhere, stages=(replace(only, devices=(Device("n7", 0), *only.devices[1:])),))
-    with job(tmp_path, TP2) as led:
+    with job(tmp_path, TP2, deadline_s=20.0) as led:
         assert led.start({"step": 0}).committed
         assert [m.name for m in led.provider.inventory()] == ["n0"]
         seen = []
@@ -68,12 +71,18 @@ def test_plans_and_the_loop_come_from_the_controller(tmp_path: Path) -> None:
             seen.append((boundary.version, boundary.loop["step"], boundary.plan.path))
             if boundary.version == 1:
                 led.loop["rate"] = 0.5
+                led.rehearse(TP2_DP2)
+            if boundary.version == 3:
+                led.request(nowhere)
             if (other := wanted.get(boundary.version)) is not None:
                 led.request(other)
         assert [v for v, _, _ in seen] == [step for _, step, _ in seen] == list(range(1, STEPS + 1))
         assert [name for _, _, name in seen] == ["tp2", "tp2", "tp2 dp2", "tp2 dp2", "pp2", "pp2"]
-        assert [o.plan.path for o in led.outcomes] == ["tp2", "tp2 dp2", "pp2"]
-        assert all(o.committed for o in led.outcomes) and led.outcomes[1].moved_bytes > 0
+        assert [o.plan.path for o in led.outcomes if o.committed] == ["tp2", "tp2 dp2", "pp2"]
+        assert [o.fault.text for o in led.outcomes if o.fault] == [
+            "no process was started for n7.gpu0: no node here has it"
+        ]
+        assert led.outcomes[1].moved_bytes > 0
         assert set(led.outcomes[1].phases_s) == {"offer", "probe", "prepare", "move", "finish", "vote"}
         done = good(tmp_path, "pp2", 2)
         assert all(r["loop"] == {"step": STEPS, "rate": 0.5} for r in done) and led.loop["step"] == STEPS
@@ -130,6 +139,24 @@ def _while_stopped(folder: Path, boundaries: Any, led: Controller) -> list[int]:
     found = [boundary.version for boundary in boundaries]
     thread.join()
     return found
+
+
+@pytest.mark.parametrize(
+    ("who", "phase"), [("n0.gpu0", "move"), ("n0.gpu3", "vote"), ("n0.gpu0", "decide"), ("n0.gpu3", "commit")]
+)
+def test_a_process_killed_in_a_change(tmp_path: Path, who: str, phase: str) -> None:
+    """On whichever side of the decision; the controller follows what the members decided."""
+    rest = LAST3 if who == "n0.gpu0" else DP3
+    with job(tmp_path, TP2_DP2, replan=lambda now, gone: rest, kill=(who, phase)) as led:
+        led.start({"step": 0})
+        versions = []
+        for boundary in led.boundaries():
+            versions.append(boundary.version)
+            if boundary.version == 2 and led.epoch == 1:
+                led.request(DP4)
+        assert led.plan.path == rest.path and versions == list(range(1, STEPS + 1))
+        assert [o.plan.path for o in led.outcomes] == [TP2_DP2.path, DP4.path, rest.path]
+        good(tmp_path, rest.path, 3)
 
 
 def test_no_process_is_left(tmp_path: Path) -> None:

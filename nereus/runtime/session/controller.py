@@ -22,7 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from nereus.ir.plan import Plan
 from nereus.passes.place import pin
 from nereus.runtime.faults import CANNOT_START, DEADLINE, PROCESS_ENDED, WRONG_STATE, Fault
 from nereus.runtime.providers.base import ProcessProvider
-from nereus.runtime.session.change import COMMIT, Outcome
+from nereus.runtime.session.change import COMMIT, REHEARSED, Outcome
 from nereus.runtime.session.lead import Lead, devices_of, names
 from nereus.runtime.session.members import Arrival, Command, Losses, Member, Word, failure_of
 from nereus.runtime.session.record import Record, digest_of
@@ -73,6 +73,7 @@ class Controller:
         self._losses = Losses(self.record)
         self._lead = Lead(self.record, self._losses, deadline_s=deadline_s, spawn=provider.spawn)
         self._requested: Plan | None = None
+        self._rehearses = False
         self._turn = 0
         #: The loop's state at the last boundaries that were spoken at, by version.
         self._loops: dict[int, dict[str, Any]] = {}
@@ -101,7 +102,12 @@ class Controller:
 
     def request(self, plan: Plan) -> None:
         """Change to ``plan`` at the boundary where the workers wait now, or the next."""
-        self._requested = pin(plan)
+        self._requested, self._rehearses = pin(plan), False
+
+    def rehearse(self, plan: Plan) -> None:
+        """The same up to where bytes would move, and back (``Job.rehearse``). Its outcome is among ``outcomes`` only
+        where the change could not be made as things are now."""
+        self._requested, self._rehearses = pin(plan), True
 
     def retire(self, device: Device) -> None:
         """End the process of a device that serves no plan now, so that its machine can go. ValueError where it does."""
@@ -185,8 +191,9 @@ class Controller:
         return dict(said[first].loop or {})
 
     def _word(self, loop: dict[str, Any] | None) -> Word:
-        plan, self._requested = self._requested or self._lead.requested(), None
-        if plan is None:
+        plan, rehearsal = self._requested, self._rehearses
+        self._requested, self._rehearses = None, False
+        if (plan := plan or self._lead.requested()) is None:
             return Word(loop=loop)
         try:
             command = self._command(plan, self.members, self.version, "asked for")
@@ -194,7 +201,7 @@ class Controller:
             if fault.code != CANNOT_START:
                 raise
             return Word(loop=loop, refused=fault.encode())
-        return Word(loop=loop, epoch=self._lead.tell(command))
+        return Word(loop=loop, epoch=self._lead.tell(replace(command, rehearsal=rehearsal)))
 
     def _command(self, plan: Plan, members: tuple[Member, ...], version: int, why: str) -> Command:
         loop = self._loops.get(version)
@@ -220,7 +227,8 @@ class Controller:
         fault = None if decision == COMMIT else Fault.decode(decision)
         self._lead.ended = epoch
         outcome = self._account(epoch, command, fault)
-        self.outcomes.append(outcome)
+        if fault is None or fault.text != REHEARSED:
+            self.outcomes.append(outcome)
         if fault is None:
             self.epoch, self.plan, self.version, self._turn = epoch, command.plan, command.version, 0
             needed = set(devices_of(command.plan))

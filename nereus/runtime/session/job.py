@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from nereus.ir.cluster import Device
 from nereus.ir.plan import Plan
@@ -38,10 +38,9 @@ from nereus.runtime.faults import (
     Fault,
 )
 from nereus.runtime.live import ALL, Connections, MoveError, Prepared, prepare_among
-from nereus.runtime.providers.base import ProcessProvider
 from nereus.runtime.session.change import COMMIT, REHEARSED, Built, Change, OnPhase, Outcome, tensors_of
 from nereus.runtime.session.checkpoint import Storage
-from nereus.runtime.session.controller import Controller, said_by
+from nereus.runtime.session.controller import said_by
 from nereus.runtime.session.journal import Journal
 from nereus.runtime.session.lead import Lead, Spawn, devices_of, names
 from nereus.runtime.session.members import (
@@ -54,10 +53,9 @@ from nereus.runtime.session.members import (
     Probe,
     View,
     Word,
-    device_of,
     tell_failure,
 )
-from nereus.runtime.session.record import Record, digest_of, own_address
+from nereus.runtime.session.record import Record, digest_of
 from nereus.runtime.session.recovery import Replan, Turn, no_replan
 from nereus.runtime.session.snapshot import Snapshot, copied, live
 from nereus.runtime.session.watch import Watch
@@ -75,73 +73,6 @@ class Aborted(Exception):
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(str(outcome.fault))
         self.outcome = outcome
-
-
-@overload
-def attach(
-    plan: Plan | None = None,
-    *,
-    store: Any,
-    device: str | Device,
-    name: str = ...,
-    deadline_s: float = ...,
-    journal: str | os.PathLike[str] | None = ...,
-    snapshots: bool = ...,
-    spawn: Spawn | None = ...,
-    address: str | None = ...,
-    on_phase: OnPhase = ...,
-) -> Job: ...
-
-
-@overload
-def attach(
-    plan: Plan, *, provider: ProcessProvider, replan: Replan | None = ..., deadline_s: float = ...
-) -> Controller: ...
-
-
-def attach(
-    plan: Plan | None = None,
-    *,
-    provider: ProcessProvider | None = None,
-    replan: Replan | None = None,
-    store: Any = None,
-    device: str | Device | None = None,
-    name: str = "nereus",
-    deadline_s: float = 60.0,
-    journal: str | os.PathLike[str] | None = None,
-    snapshots: bool = False,
-    spawn: Spawn | None = None,
-    address: str | None = None,
-    on_phase: OnPhase = lambda phase: None,
-) -> Job | Controller:
-    """Join the job ``name`` of ``store`` as the process of ``device``. Nothing is waited for before ``start``.
-
-    ``snapshots``: keep a copy of the state of each boundary in host memory, so that a process lost in the middle of a
-    step loses no more than the step. ``deadline_s``: of every wait for others; whoever is silent for so long counts as
-    lost where the others agree on that. ``address``: of this machine among the others; None: that from which it
-    reaches the store. ``plan``: None where a controller has it.
-
-    With ``provider`` instead of store and device: the controller of the job whose processes the provider owns, in a
-    process that holds no part of any model (see ``Controller``).
-    """
-    if provider is not None:
-        if plan is None:
-            raise TypeError("attach: a controller needs the plan to begin with")
-        return Controller(plan, provider, replan=replan, deadline_s=deadline_s)
-    if store is None or device is None:
-        raise TypeError("attach: a process needs store and device; a controller needs provider")
-    return Job(
-        plan,
-        store=store,
-        device=device_of(device),
-        name=name,
-        deadline_s=deadline_s,
-        journal=journal,
-        snapshots=snapshots,
-        spawn=spawn,
-        address=address or own_address(store),
-        on_phase=on_phase,
-    )
 
 
 class Job:
@@ -398,7 +329,13 @@ class Job:
             refused = Outcome(epoch=self._lead.ended, plan=self.plan, fault=Fault.decode(word.refused), phases_s={})
             self.outcomes.append(refused)
             return refused
-        return self._change(self.record.decided(f"epoch/{word.epoch}/command")) if word.epoch else None
+        if not word.epoch:
+            return None
+        outcome = self._change(self.record.decided(f"epoch/{word.epoch}/command"))
+        if self.led and outcome.fault is not None and outcome.fault.text == REHEARSED:
+            self.outcomes.remove(outcome)
+            return None
+        return outcome
 
     def _arrival(self) -> Arrival:
         loop = dict(self.loop)
@@ -423,7 +360,7 @@ class Job:
     def rehearse(self, plan: Plan) -> Outcome:
         """Every process, at the same place, between steps: make the change to ``plan`` up to where bytes would move,
         and go back; what was compiled on the way is kept. Raises Aborted where the change could not be made as things
-        are now. Not for a job that a controller leads."""
+        are now. In a job with a controller that one rehearses, not its processes."""
         self._requested, self._rehearses = pin(plan), True
         try:
             outcome = self.boundary()

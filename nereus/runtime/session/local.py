@@ -45,7 +45,7 @@ _POLL_S = 0.02
 
 class LocalProcesses:
     """``target``: ``module:function``; each process calls ``function(store=..., device=..., spawn=..., **args)``.
-    ``args``: plain values. ``name``: of the job. ``cluster``: the nodes that this machine plays, for ``inventory``.
+    ``args``: plain values. ``name``: of the job. ``cluster``: the nodes that this machine plays, None: any.
     ``env``: added to the environment.
 
     A process that ends, whatever its code, is told to the others at once; a device that a plan needs gets one.
@@ -97,6 +97,8 @@ class LocalProcesses:
     def spawn(self, device: str | Device, *, name: str | None = None, args: Mapping[str, Any] | None = None) -> int:
         """Raises Fault where no process comes. ``name``, ``args``: of a job beside this one's own, which shares nothing
         with it but the store and the nursery."""
+        if self._cluster is not None and device_of(device) not in self._cluster.devices:
+            raise Fault(CANNOT_START, f"no process was started for {device}: no node here has it")
         name = name or self.name
         given = {**self._args, **(args or {})}
         words = {"name": name, "args": given}

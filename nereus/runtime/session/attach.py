@@ -1,0 +1,84 @@
+"""``nereus.attach``: a process joins a job, or a driver leads one."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, overload
+
+from nereus.ir.cluster import Device
+from nereus.ir.plan import Plan
+from nereus.runtime.providers.base import ProcessProvider
+from nereus.runtime.session.change import OnPhase
+from nereus.runtime.session.controller import Controller
+from nereus.runtime.session.job import Job
+from nereus.runtime.session.lead import Spawn
+from nereus.runtime.session.members import device_of
+from nereus.runtime.session.record import own_address
+from nereus.runtime.session.recovery import Replan
+
+
+@overload
+def attach(
+    plan: Plan | None = None,
+    *,
+    store: Any,
+    device: str | Device,
+    name: str = ...,
+    deadline_s: float = ...,
+    journal: str | os.PathLike[str] | None = ...,
+    snapshots: bool = ...,
+    spawn: Spawn | None = ...,
+    address: str | None = ...,
+    on_phase: OnPhase = ...,
+) -> Job: ...
+
+
+@overload
+def attach(
+    plan: Plan, *, provider: ProcessProvider, replan: Replan | None = ..., deadline_s: float = ...
+) -> Controller: ...
+
+
+def attach(
+    plan: Plan | None = None,
+    *,
+    provider: ProcessProvider | None = None,
+    replan: Replan | None = None,
+    store: Any = None,
+    device: str | Device | None = None,
+    name: str = "nereus",
+    deadline_s: float = 60.0,
+    journal: str | os.PathLike[str] | None = None,
+    snapshots: bool = False,
+    spawn: Spawn | None = None,
+    address: str | None = None,
+    on_phase: OnPhase = lambda phase: None,
+) -> Job | Controller:
+    """Join the job ``name`` of ``store`` as the process of ``device``. Nothing is waited for before ``start``.
+
+    ``snapshots``: keep a copy of the state of each boundary in host memory, so that a process lost in the middle of a
+    step loses no more than the step. ``deadline_s``: of every wait for others; whoever is silent for so long counts as
+    lost where the others agree on that. ``address``: of this machine among the others; None: that from which it
+    reaches the store. ``plan``: None where a controller has it.
+
+    With ``provider`` instead of store and device: the controller of the job whose processes the provider owns, in a
+    process that holds no part of any model (see ``Controller``).
+    """
+    if provider is not None:
+        if plan is None:
+            raise TypeError("attach: a controller needs the plan to begin with")
+        return Controller(plan, provider, replan=replan, deadline_s=deadline_s)
+    if store is None or device is None:
+        raise TypeError("attach: a process needs store and device; a controller needs provider")
+    return Job(
+        plan,
+        store=store,
+        device=device_of(device),
+        name=name,
+        deadline_s=deadline_s,
+        journal=journal,
+        snapshots=snapshots,
+        spawn=spawn,
+        address=address or own_address(store),
+        on_phase=on_phase,
+    )
