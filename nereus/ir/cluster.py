@@ -37,6 +37,9 @@ class Device:
     node: str
     index: int
 
+    def __repr__(self) -> str:  # what the dataclass would say; its own is slow, and plans name thousands
+        return f"Device(node={self.node!r}, index={self.index!r})"
+
     def __str__(self) -> str:
         return f"{self.node}.gpu{self.index}"
 

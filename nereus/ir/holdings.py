@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from nereus.ir.plan import Slot
 from nereus.ir.tensor import LogicalTensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Topology:
     """Every device of the old and the new cluster, numbered: device d has GPU place ``d`` and host place ``D + d``."""
 
@@ -33,7 +34,24 @@ class Topology:
         return len(self.devices)
 
     def index(self) -> dict[Device, int]:
+        return self._index
+
+    @cached_property
+    def _index(self) -> dict[Device, int]:
         return {device: i for i, device in enumerate(self.devices)}
+
+    def numbers_of(self, devices: tuple[Device, ...]) -> IntArray:
+        """Numbers of devices. The ranks of a stage are asked for again and again, so answers are kept."""
+        known = self._numbers.get(id(devices))
+        if known is None:
+            index = self._index
+            numbers = np.array([index[device] for device in devices], dtype=np.int64)
+            known = self._numbers[id(devices)] = (devices, numbers)  # while the tuple is kept, no other has its id
+        return known[1]
+
+    @cached_property
+    def _numbers(self) -> dict[int, tuple[tuple[Device, ...], IntArray]]:
+        return {}
 
     def node_of_place(self, place: int) -> int:
         return int(self.node_of[place % self.num_devices])

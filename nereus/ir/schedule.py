@@ -7,19 +7,19 @@ waves, so the earliest unfinished one, in the order (wave, move number), can alw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from nereus.ir.layout import IntArray
-from nereus.ir.transition import LOCAL, Move
+from nereus.ir.columns import runs
+from nereus.ir.layout import BoolArray, IntArray
+from nereus.ir.moves import Moves
 
 #: A storage: (device, stage, slot, tensor number).
 StorageKey = tuple[int, str, str, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Schedule:
     """``wave``: first wave of each move; ``slices``: in how many consecutive waves it travels. Slice k, elements
     ``numel * k // slices`` up to ``numel * (k + 1) // slices`` of its intervals, goes in wave ``wave + k``.
@@ -28,9 +28,9 @@ class Schedule:
     before wave 0 and released after the commit."""
 
     mode: str  # reversible | tight
-    moves: tuple[Move, ...]
-    wave: tuple[int, ...]
-    slices: tuple[int, ...]
+    moves: Moves
+    wave: IntArray
+    slices: IntArray
     num_waves: int
     window_bytes: int
     acquire: dict[StorageKey, int]
@@ -41,35 +41,17 @@ class Schedule:
     staged: dict[StorageKey, tuple[int, int]] = field(default_factory=dict)
 
 
-def expand_slices(
-    num_bytes: IntArray, wave: IntArray, slices: IntArray, quantum: IntArray
-) -> tuple[IntArray, IntArray, IntArray]:
-    """(move, wave, bytes) of every slice, in move order. ``quantum``: bytes per element of each move; a slice is a
-    whole number of elements."""
-    move = np.repeat(np.arange(len(slices), dtype=np.int64), slices)
-    part = np.arange(len(move), dtype=np.int64) - np.repeat(np.cumsum(slices) - slices, slices)
-    numel, count = (num_bytes // quantum)[move], slices[move]
-    size = (numel * (part + 1) // count - numel * part // count) * quantum[move]
-    return move, wave[move] + part, size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoveColumns:
-    """Moves as columns."""
-
-    src: IntArray
-    dst: IntArray
-    num_bytes: IntArray
-    crosses: IntArray  # 1 where the move crosses a link, 0 where it stays in one memory space
-
-    @classmethod
-    def of(cls, moves: Sequence[Move]) -> MoveColumns:
-        rows = np.array([(m.src, m.dst, m.num_bytes, m.link != LOCAL) for m in moves], dtype=np.int64).reshape(-1, 4)
-        return cls(src=rows[:, 0], dst=rows[:, 1], num_bytes=rows[:, 2], crosses=rows[:, 3])
+def expand_slices(moves: Moves, wave: IntArray, slices: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """(move, wave, bytes) of every slice, in move order. A slice is a whole number of elements."""
+    move, part = runs(slices)
+    end = moves.numel[move] * (part + 1) // slices[move]
+    size = np.diff(end, prepend=0)
+    np.copyto(size, end, where=part == 0)
+    return move, wave[move] + part, size * moves.width[move]
 
 
 def posted_bytes(
-    columns: MoveColumns,
+    moves: Moves,
     part: tuple[IntArray, IntArray, IntArray],
     num_devices: int,
     num_waves: int,
@@ -79,29 +61,35 @@ def posted_bytes(
     """Most bytes that each device sends, and receives, in one wave. ``part``: (move, wave, bytes) of every slice.
     ``copies``: copies between processes inside one host memory too, which cross no link and are packed all the same."""
     move, wave, size = part
-    crossing = (columns.crosses[move] > 0) | copies
+    if not copies:
+        crossing = moves.crosses[move]
+        move, wave, size = move[crossing], wave[crossing], size[crossing]
+    waves = max(num_waves, 1)
     result = []
-    for ends in (columns.src, columns.dst):
-        load = np.zeros(num_devices * max(num_waves, 1), dtype=np.int64)
-        np.add.at(load, ((ends % num_devices)[move] * max(num_waves, 1) + wave)[crossing], size[crossing])
-        result.append(load.reshape(num_devices, -1).max(axis=1))
+    for ends in (moves.src, moves.dst):
+        at = (ends % num_devices)[move] * waves + wave
+        # Whole numbers below 2^53: sums of floats are exact.
+        load = np.bincount(at, weights=size, minlength=num_devices * waves).astype(np.int64)
+        result.append(load.reshape(num_devices, waves).max(axis=1))
     return result[0], result[1]
 
 
-def follows_slice_by_slice(schedule: Schedule, before: int, after: int) -> bool:
-    """Whether move ``after`` relays what move ``before`` brings: the same elements in equally many slices."""
-    alike = schedule.moves[before].intervals is schedule.moves[after].intervals
-    return alike and schedule.slices[before] == schedule.slices[after]
+def follows_slice_by_slice(schedule: Schedule, before: IntArray, after: IntArray) -> BoolArray:
+    """Whether each of the moves ``after`` relays what that of ``before`` brings: the same elements in equally many
+    slices."""
+    region, slices = schedule.moves.region, schedule.slices
+    found: BoolArray = (region[before] == region[after]) & (slices[before] == slices[after])
+    return found
 
 
-def follows(schedule: Schedule, before: int, after: int) -> bool:
-    """Whether every slice of move ``after`` goes in a later wave than what it relays of move ``before``."""
+def follows(schedule: Schedule, before: IntArray, after: IntArray) -> BoolArray:
+    """Whether every slice of the moves ``after`` goes in a later wave than what it relays of those of ``before``."""
     one_by_one = follows_slice_by_slice(schedule, before, after)
-    return schedule.wave[after] >= schedule.wave[before] + (1 if one_by_one else schedule.slices[before])
+    wave, slices = schedule.wave, schedule.slices
+    found: BoolArray = wave[after] >= wave[before] + np.where(one_by_one, 1, slices[before])
+    return found
 
 
-def schedule_parts(schedule: Schedule, columns: MoveColumns) -> tuple[IntArray, IntArray, IntArray]:
+def schedule_parts(schedule: Schedule) -> tuple[IntArray, IntArray, IntArray]:
     """(move, wave, bytes) of every slice of a schedule."""
-    quantum = np.array([m.num_bytes // m.intervals.numel for m in schedule.moves], dtype=np.int64)
-    wave, slices = np.array(schedule.wave, dtype=np.int64), np.array(schedule.slices, dtype=np.int64)
-    return expand_slices(columns.num_bytes, wave, slices, quantum)
+    return expand_slices(schedule.moves, schedule.wave, schedule.slices)

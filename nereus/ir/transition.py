@@ -9,6 +9,8 @@ from nereus.ir.intervals import Intervals
 #: Link classes of a move. LOCAL stays inside one memory space (not counted as moved), HOST crosses a GPU's own host
 #: link.
 LOCAL, HOST, INTRA, INTER = "local", "host", "intra-node", "inter-node"
+LINKS = (LOCAL, HOST, INTRA, INTER)
+LINK_NUMBER = {link: number for number, link in enumerate(LINKS)}
 
 
 @dataclass(frozen=True, slots=True)

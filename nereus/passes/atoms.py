@@ -17,6 +17,7 @@ from nereus.ir.cells import Cells, LocalBoxes, build_cells, cell_offset, held_ce
 from nereus.ir.holdings import StateSet, Topology
 from nereus.ir.layout import IntArray
 from nereus.ir.units import DTYPE_BYTES
+from nereus.passes.lists import Lists, combinations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,16 +144,29 @@ def pieces_of(
             stop = cell_offset(cells, boxes, coord, owned[None, :], shares.stop[:, tensor])
         held = stop > start
         in_host = state_set.host_mask(slot, coord, shares.stop - shares.start)
+        members = _members(shares.share, device_index[on_coord], shard_of_rank[on_coord], num_devices)
         memories = [one] if one is not None else np.unique(in_host[shares.stop > shares.start]).tolist() or [False]
         for host in memories:
             number, row = np.nonzero(held if len(memories) == 1 else held & (in_host[:, tensor] == host))
             columns.append((owned[row], start[number, row], stop[number, row], number + len(groups)))
-            for share in shares.share.tolist():
-                here = on_coord if share < 0 else on_coord & (shard_of_rank == share)
-                places = np.sort(device_index[here]) + (num_devices if host else 0)
-                groups.append(Group(state_set=number_of_set, coord=coord, shard=share, places=tuple(places.tolist())))
+            for share, places in zip(shares.share.tolist(), members, strict=True):
+                groups.append(Group(state_set=number_of_set, coord=coord, shard=share, places=places[host]))
     cell, start, stop, group = (np.concatenate([c[i] for c in columns]) for i in range(4))
     return groups, Pieces(cell=cell, start=start, stop=stop, group=group)
+
+
+def _members(
+    shares: IntArray, device: IntArray, shard: IntArray, num_devices: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Per share the places of its ranks, ascending: on GPUs, and in host memory. ``shares``: ascending, or -1 for one
+    that all have."""
+    order = np.lexsort((device, shard if int(shares[0]) >= 0 else np.zeros_like(shard)))
+    device, shard = device[order], shard[order]
+    whole = int(shares[0]) < 0
+    first = [0] if whole else np.searchsorted(shard, shares).tolist()
+    last = [len(device)] if whole else np.searchsorted(shard, shares, side="right").tolist()
+    gpus, hosts = device.tolist(), (device + num_devices).tolist()
+    return [(tuple(gpus[a:b]), tuple(hosts[a:b])) for a, b in zip(first, last, strict=True)]
 
 
 def join_pieces(parts: Sequence[tuple[list[Group], Pieces]]) -> tuple[tuple[Group, ...], Pieces]:
@@ -214,7 +228,6 @@ def build_atoms(geometry: ModelGeometry, topology: Topology, model: str, group: 
 
     ``derive``: a new state set that also holds ``master`` makes the elements that its own master covers itself.
     """
-    device_number = topology.index()
     cells = geometry.cells
 
     def of_side(
@@ -225,7 +238,7 @@ def build_atoms(geometry: ModelGeometry, topology: Topology, model: str, group: 
             slot = state_set.slot(slot_name)
             if slot is None or slot.dtype != dtype:
                 continue
-            devices = np.array([device_number[d] for d in state_set.bound.ranks], dtype=np.int64)
+            devices = topology.numbers_of(state_set.bound.ranks)
             parts.append(pieces_of(cells, state_set, box, number, slot_name, devices, topology.num_devices))
         return parts
 
@@ -242,11 +255,16 @@ def build_atoms(geometry: ModelGeometry, topology: Topology, model: str, group: 
     refined = refine(cells, old_pieces, new_pieces, master_pieces)
     old_interval, old_group = refined.covered_by(old_pieces)
     new_interval, new_group = refined.covered_by(new_pieces)
-    holders = _sets_per_interval(len(refined.cell), old_interval, old_group)
-    wanters = _sets_per_interval(len(refined.cell), new_interval, new_group)
-    kept = np.array([i for i, w in enumerate(wanters) if w or holders[i]], dtype=np.int64)
-    classes: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
-    cls = np.array([classes.setdefault((holders[i], wanters[i]), len(classes)) for i in kept], dtype=np.int64)
+    num_intervals = len(refined.cell)
+    held_by, holders = combinations(Lists.of_pairs(old_interval, old_group, num_intervals))
+    wanted_by, wanters = combinations(Lists.of_pairs(new_interval, new_group, num_intervals))
+    kept = np.flatnonzero((holders.counts[held_by] > 0) | (wanters.counts[wanted_by] > 0))
+    # Classes are numbered as they come.
+    pairs, example, number = np.unique(
+        held_by[kept] * len(wanters) + wanted_by[kept], return_index=True, return_inverse=True
+    )
+    order = np.argsort(example)
+    cls = np.argsort(order)[number]
     renumber = np.full(len(refined.cell), -1, dtype=np.int64)
     renumber[kept] = np.arange(len(kept))
     derived = _by_place(refined, renumber, master_groups, master_pieces)
@@ -263,8 +281,8 @@ def build_atoms(geometry: ModelGeometry, topology: Topology, model: str, group: 
         start=refined.start[kept],
         stop=refined.stop[kept],
         cls=cls,
-        class_holders=tuple(h for h, _ in classes),
-        class_wanters=tuple(w for _, w in classes),
+        class_holders=holders.tuples(pairs[order] // len(wanters)),
+        class_wanters=wanters.tuples(pairs[order] % len(wanters)),
         derived=derived,
     )
 
@@ -289,11 +307,3 @@ def _by_place(refined: Refinement, renumber: IntArray, groups: Sequence[Group], 
             # One place has one rank of a state set; two deriving sets of one model on a place hold it twice.
             result[place] = np.union1d(result[place], own) if place in result else own
     return result
-
-
-def _sets_per_interval(num_intervals: int, interval: IntArray, group: IntArray) -> list[tuple[int, ...]]:
-    order = np.lexsort((group, interval))
-    interval, group = interval[order], group[order]
-    bounds = np.searchsorted(interval, np.arange(num_intervals + 1)).tolist()
-    values = group.tolist()
-    return [tuple(values[bounds[i] : bounds[i + 1]]) for i in range(num_intervals)]

@@ -34,52 +34,60 @@ def bounds(diff: Diff, links: Links) -> Bounds:
     """Every wanter that lacks bytes takes them in once; every node whose places all lack them takes them in once;
     what only one place, or one node, holds leaves it at least once."""
     nodes = diff.topology.nodes
-    gpu_in = np.zeros(links.num_devices)
-    gpu_out = np.zeros(links.num_devices)
-    nic_in = np.zeros(len(nodes), dtype=np.int64)
-    nic_out = np.zeros(len(nodes), dtype=np.int64)
-    host_copies = np.zeros(len(nodes), dtype=np.int64)  # inside a node's host memory
+    num_devices, node_of, intra, pcie = links.num_devices, [*links.node_of] * 2, links.intra, links.pcie
+    into = [min(rate, port) for rate, port in zip(intra, pcie, strict=True)]
+    gpu_in, gpu_out = [0.0] * num_devices, [0.0] * num_devices
+    nic_in, nic_out = [0] * len(nodes), [0] * len(nodes)
+    host_copies = [0] * len(nodes)  # inside a node's host memory
     moved = 0
-    holder_nodes: dict[tuple[int, int], frozenset[int]] = {}
+    #: Per class: nodes with a holder, and with one in host memory.
+    holder_nodes: dict[tuple[int, int], tuple[set[int], set[int]]] = {}
     #: Leaving bytes of a class are one copy for all demands: the largest demand, not the sum.
     leaving: dict[tuple[int, int], int] = {}
     for demand in diff.demands:
-        key = (demand.table, demand.cls)
-        holders = diff.holders[demand.table][demand.cls]
-        if key not in holder_nodes:
-            holder_nodes[key] = frozenset(links.node(p) for p in holders)
-        inside = demand.node in holder_nodes[key]
-        near = [p for p in holders if links.node(p) == demand.node] if inside else []
+        key, node, num_bytes = (demand.table, demand.cls), demand.node, demand.num_bytes
+        found = holder_nodes.get(key)
+        if found is None:
+            holders = diff.holders[demand.table][demand.cls]
+            in_host = {node_of[p] for p in holders if p >= num_devices}
+            found = holder_nodes[key] = {node_of[p] for p in holders}, in_host
+        for wanter in demand.wanters:
+            if wanter < num_devices:
+                # The cheapest way in: from the own node where it has or takes in a copy, else the slower of port and
+                # NIC.
+                moved += num_bytes
+                gpu_in[wanter] += num_bytes * into[node]
         # Host memory is one space for all processes of the node: bytes arrive there once, through any of their links.
-        hosts = [p for p in demand.wanters if p >= links.num_devices]
-        held_there = any(p >= links.num_devices for p in near)
-        host_copies[demand.node] += demand.num_bytes * max(0, len(hosts) - (0 if held_there else 1))
-        if held_there:
-            hosts = []
-        moved += demand.num_bytes if hosts else 0
-        alone = hosts if len(hosts) == 1 else []
-        for wanter in (*(p for p in demand.wanters if p < links.num_devices), *alone):
-            moved += demand.num_bytes if wanter < links.num_devices else 0
-            # The cheapest way in: from the own node where it has or takes in a copy, else the slower of port and NIC.
-            rate = links.intra[demand.node] if wanter < links.num_devices else links.pcie[demand.node]
-            gpu_in[wanter % links.num_devices] += demand.num_bytes * min(rate, links.pcie[demand.node])
-        if not inside:
-            nic_in[demand.node] += demand.num_bytes
-            leaving[key] = max(leaving.get(key, 0), demand.num_bytes)
+        hosts = [p for p in demand.wanters if p >= num_devices]
+        if hosts:
+            held_there = node in found[1]
+            host_copies[node] += num_bytes * (len(hosts) - (0 if held_there else 1))
+            if not held_there:
+                moved += num_bytes
+                if len(hosts) == 1:
+                    gpu_in[hosts[0] % num_devices] += num_bytes * pcie[node]
+        if node not in found[0]:
+            nic_in[node] += num_bytes
+            leaving[key] = max(leaving.get(key, 0), num_bytes)
     for key, num_bytes in leaving.items():
         holders = diff.holders[key[0]][key[1]]
-        if len(holder_nodes[key]) == 1:
-            nic_out[next(iter(holder_nodes[key]))] += num_bytes
+        if len(holder_nodes[key][0]) == 1:
+            (home,) = holder_nodes[key][0]
+            nic_out[home] += num_bytes
             if len(holders) == 1:
-                source = holders[0]
-                gpu_out[source % links.num_devices] += num_bytes * links.pcie[links.node(source)]
+                gpu_out[holders[0] % num_devices] += num_bytes * pcie[home]
     nic = np.array([node.nic_bytes_per_s for node in nodes])
     candidates: list[tuple[str, str, FloatArray, Callable[[int], str]]] = [
-        (GPU_IN, "GPU intake", gpu_in, lambda i: str(diff.topology.devices[i])),
-        (GPU_OUT, "GPU output", gpu_out, lambda i: str(diff.topology.devices[i])),
-        (NIC_IN, "NIC intake", nic_in / nic, lambda i: nodes[i].name),
-        (NIC_OUT, "NIC output", nic_out / nic, lambda i: nodes[i].name),
-        (HOST_COPY, "copying inside host memory", host_copies / HOST_COPY_BYTES_PER_S, lambda i: nodes[i].name),
+        (GPU_IN, "GPU intake", np.array(gpu_in), lambda i: str(diff.topology.devices[i])),
+        (GPU_OUT, "GPU output", np.array(gpu_out), lambda i: str(diff.topology.devices[i])),
+        (NIC_IN, "NIC intake", np.array(nic_in) / nic, lambda i: nodes[i].name),
+        (NIC_OUT, "NIC output", np.array(nic_out) / nic, lambda i: nodes[i].name),
+        (
+            HOST_COPY,
+            "copying inside host memory",
+            np.array(host_copies) / HOST_COPY_BYTES_PER_S,
+            lambda i: nodes[i].name,
+        ),
     ]
     best, limited = 0.0, "nothing moves"
     prices: tuple[tuple[str, int, int], ...] = ()
@@ -89,6 +97,6 @@ def bounds(diff: Diff, links: Links) -> Bounds:
             best, limited = float(seconds[at]), f"{what} of {name(at)}"
             prices = ((kind, at, 1),)
     # The transfer's bound is for what is demanded; bytes are counted as if all that can be derived were.
-    node_in = (nic_in - diff.foregone.node_in_bytes).tolist()
+    node_in = (np.array(nic_in) - diff.foregone.node_in_bytes).tolist()
     moved -= diff.foregone.moved_bytes
     return Bounds(moved_bytes=moved, node_in_bytes=tuple(node_in), transfer_s=best, limited_by=limited, prices=prices)

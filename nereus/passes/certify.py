@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from nereus.ir.layout import IntArray
 from nereus.ir.plan import Plan
 from nereus.ir.schedule import Schedule
-from nereus.ir.transition import HOST, INTER, INTRA, LOCAL, Certificate
+from nereus.ir.transition import HOST, INTER, INTRA, LINK_NUMBER, LINKS, LOCAL, Certificate
 from nereus.models.priors import commit_s, rest_of_rollouts_s
 from nereus.passes.best import Best
 from nereus.passes.bound import Bounds
@@ -37,7 +39,7 @@ def _commit_s(plan: Plan) -> float:
 
 
 def changes_nothing(schedule: Schedule, life: Lifecycle, memory: MemoryPlan) -> bool:
-    return not (schedule.moves or life.ops or memory.state.new.any() or memory.state.old.any())
+    return not (len(schedule.moves) or life.ops or memory.state.new.any() or memory.state.old.any())
 
 
 def stop_timeline(new: Plan, schedule: Schedule, life: Lifecycle, memory: MemoryPlan) -> Timeline:
@@ -77,12 +79,12 @@ def certify(
     staged_bytes: int,
 ) -> Certificate:
     topology = difference.topology
-    by_link = dict.fromkeys((INTRA, INTER, HOST, LOCAL), 0)
-    node_in = [0] * len(topology.nodes)
-    for move in schedule.moves:
-        by_link[move.link] += move.num_bytes
-        if move.link == INTER:
-            node_in[topology.node_of_place(move.dst)] += move.num_bytes
+    moves = schedule.moves
+    of_link = np.bincount(moves.link, weights=moves.num_bytes, minlength=len(LINKS)).astype(np.int64).tolist()
+    by_link = {link: of_link[LINK_NUMBER[link]] for link in (INTRA, INTER, HOST, LOCAL)}
+    entering = moves.link == LINK_NUMBER[INTER]
+    into = topology.node_of[moves.dst[entering] % topology.num_devices]
+    node_in = np.bincount(into, weights=moves.num_bytes[entering], minlength=1).astype(np.int64)
     moved = sum(num_bytes for link, num_bytes in by_link.items() if link != LOCAL)
     nothing = changes_nothing(schedule, life, memory)
     drain, commit = (0.0, 0.0) if nothing else (drain_s(new, life), _commit_s(new))
@@ -106,7 +108,7 @@ def certify(
         moved_bytes=moved,
         bound_moved_bytes=bound.moved_bytes,
         best_bound_moved_bytes=min(bound.moved_bytes, best.moved_bytes),
-        node_in_bytes_max=max(node_in, default=0),
+        node_in_bytes_max=int(node_in.max()),
         bound_node_in_bytes_max=bound_node_in,
         best_bound_node_in_bytes_max=min(bound_node_in, max(best.node_in_bytes, default=0)),
         peak_bytes_max=int(peak[space]),

@@ -7,20 +7,22 @@ maximum-weight closure per space: the worst state that any timing can reach.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from ortools.graph.python import max_flow
 
+from nereus.ir.columns import runs
 from nereus.ir.holdings import Topology
-from nereus.ir.intervals import Intervals
-from nereus.ir.layout import IntArray
+from nereus.ir.layout import BoolArray, IntArray
+from nereus.ir.moves import Regions
 from nereus.ir.schedule import Schedule
-from nereus.ir.transition import INTER, LOCAL, Move
+from nereus.ir.transition import INTER, LINK_NUMBER, LOCAL, Move
 from nereus.passes.atoms import AtomTable
 from nereus.passes.dag import MOVE, VERIFY, Dag
 from nereus.passes.diff import Diff
+from nereus.passes.lists import Lists, combinations, concatenated
 from nereus.passes.tokens import most_by_tokens
 
 #: Memory spaces whose worst state is found by a minimum cut; where there are more, an assignment of tokens proves all
@@ -38,6 +40,25 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
+class _Parts:
+    """Region ``region[i]`` of ``regions`` is at ``place[i]``."""
+
+    place: IntArray
+    region: IntArray
+    regions: Regions
+
+    def only(self, chosen: BoolArray) -> _Parts:
+        """At the ``chosen`` places (a mask)."""
+        kept = chosen[self.place]
+        return _Parts(self.place[kept], self.region[kept], self.regions)
+
+    def rows(self) -> _Rows:
+        at, row = self.regions.rows(self.region)
+        regions = self.regions
+        return _Rows(self.place[at], regions.cell[row], regions.start[row], regions.stop[row])
+
+
+@dataclass(frozen=True, slots=True)
 class _Rows:
     """Intervals with the place where they are: parallel columns."""
 
@@ -45,33 +66,6 @@ class _Rows:
     cell: IntArray
     start: IntArray
     stop: IntArray
-
-    @classmethod
-    def gather(cls, parts: Iterable[tuple[int, Intervals]]) -> _Rows:
-        """Many moves carry one region: its columns are laid out once and taken from there."""
-        known: dict[int, int] = {}
-        regions: list[Intervals] = []
-        places: list[int] = []
-        number: list[int] = []
-        for place, region in parts:
-            at = known.setdefault(id(region), len(regions))
-            if at == len(regions):
-                regions.append(region)
-            places.append(place)
-            number.append(at)
-        if not regions:
-            empty = np.zeros(0, dtype=np.int64)
-            return cls(empty, empty, empty, empty)
-        lengths = np.array([len(region.cell) for region in regions], dtype=np.int64)
-        counts = lengths[number]
-        first = (np.cumsum(lengths) - lengths)[number]
-        rows = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
-        return cls(
-            np.repeat(np.array(places, dtype=np.int64), counts),
-            np.concatenate([region.cell for region in regions])[rows],
-            np.concatenate([region.start for region in regions])[rows],
-            np.concatenate([region.stop for region in regions])[rows],
-        )
 
     def keys(self, num_cells: int, scale: int) -> tuple[IntArray, IntArray]:
         base = (self.place * num_cells + self.cell) * scale
@@ -87,20 +81,18 @@ def check_coverage(diff: Diff, schedule: Schedule) -> Finding:
         assert len(diff.topology.devices) * 2 * num_cells * scale < 2**63, "keys would overflow"
         wanted = _group_parts(table, new=True, topology=diff.topology)
         present = _group_parts(table, new=False, topology=diff.topology)
-        derived = [
-            (place, Intervals(table.cell[own], table.start[own], table.stop[own]))
-            for place, own in table.derived.items()
-        ]
-        sizes = {id(region): region.numel for _, region in wanted}
-        num_wanted = sum(sizes[id(region)] for _, region in wanted)
+        derived = _derived_parts(table)
+        num_wanted = int(wanted.regions.numel[wanted.region].sum())
+        moves = schedule.moves
+        of_table = moves.table == number
         for slot in range(len(table.slots)):
-            moves = [m for m in schedule.moves if m.table == number and (m.slots is None or slot in m.slots)]
-            arriving = [(m.dst, m.intervals) for m in moves]
-            one_of = _representatives((wanted, present, derived, arriving))
-            rows = [
-                _Rows.gather(part for part in parts if part[0] in one_of)
-                for parts in (wanted, present, derived, arriving)
-            ]
+            mine = np.flatnonzero(of_table & ((moves.slots < 0) | (moves.slots >> slot & 1 > 0)))
+            arriving = _Parts(moves.dst[mine], moves.region[mine], moves.regions)
+            kinds = _kinds_of_place((wanted, present, derived, arriving), 2 * diff.topology.num_devices)
+            # One of all places that have the very same regions: what holds for it holds for them.
+            one_of = np.zeros(len(kinds), dtype=bool)
+            one_of[np.unique(kinds, return_index=True)[1]] = True
+            rows = [parts.only(one_of).rows() for parts in (wanted, present, derived, arriving)]
             bad = _sweep(rows[0], (rows[1], rows[2]), rows[3], num_cells, scale)
             if bad is not None:
                 place, cell, at = bad
@@ -112,7 +104,7 @@ def check_coverage(diff: Diff, schedule: Schedule) -> Finding:
                     f"cell {cell} offset {at}: not delivered exactly once",
                 )
             total += num_wanted
-            if all(m.slots is None for m in moves):
+            if bool((moves.slots[mine] < 0).all()):
                 total += num_wanted * (len(table.slots) - 1)
                 break  # all slots travel together: one sweep stands for them
     return Finding(
@@ -120,34 +112,39 @@ def check_coverage(diff: Diff, schedule: Schedule) -> Finding:
     )
 
 
-def _representatives(signals: Sequence[Sequence[tuple[int, Intervals]]]) -> set[int]:
-    """One of all places that have the very same regions in every signal: what holds for it holds for them."""
-    of_place: dict[int, list[tuple[int, int]]] = {}
-    for number, parts in enumerate(signals):
-        for place, region in parts:
-            of_place.setdefault(place, []).append((number, id(region)))
-    return set({tuple(sorted(regions)): place for place, regions in of_place.items()}.values())
+def _kinds_of_place(signals: Sequence[_Parts], num_places: int) -> IntArray:
+    """A number per place, equal for places that have the very same regions in every signal."""
+    place = np.concatenate([parts.place for parts in signals])
+    offsets = np.cumsum([0, *(len(parts.regions) for parts in signals)])
+    region = np.concatenate([parts.region + at for parts, at in zip(signals, offsets.tolist(), strict=False)])
+    order = np.lexsort((region, place))
+    first = np.searchsorted(place[order], np.arange(num_places + 1))
+    return combinations(Lists(first, region[order]))[0]
 
 
-def _group_parts(table: AtomTable, *, new: bool, topology: Topology) -> list[tuple[int, Intervals]]:
-    """(place, region) of every member of every group; members of a group have one region."""
+def _group_parts(table: AtomTable, *, new: bool, topology: Topology) -> _Parts:
+    """What every group has, at the places of its members."""
     groups = table.new_groups if new else table.old_groups
-    classes = table.class_wanters if new else table.class_holders
-    # Intervals of every group, once; then one copy per place.
-    order = np.argsort(table.cls, kind="stable")
-    bounds = np.searchsorted(table.cls[order], np.arange(len(classes) + 1))
-    of_group: dict[int, list[IntArray]] = {}
-    for cls, members in enumerate(classes):
-        for group in members:
-            of_group.setdefault(group, []).append(order[bounds[cls] : bounds[cls + 1]])
-    parts: list[tuple[int, Intervals]] = []
-    for group, rows in of_group.items():
-        chosen = np.concatenate(rows)
-        region = Intervals(table.cell[chosen], table.start[chosen], table.stop[chosen])
-        for place in groups[group].places:
-            if new or topology.alive[topology.node_of_place(place)]:
-                parts.append((place, region))
-    return parts
+    of_class = Lists.of_tuples(table.class_wanters if new else table.class_holders)
+    # Intervals of every group, ascending.
+    interval, group = of_class.of(table.cls)
+    order = np.argsort(group, kind="stable")
+    rows = interval[order]
+    first = np.searchsorted(group[order], np.arange(len(groups) + 1))
+    regions = Regions(first, table.cell[rows], table.start[rows], table.stop[rows])
+    places = Lists.of_tuples([entry.places for entry in groups])
+    place, number = places.item, places.owner
+    if not new:
+        alive = np.array(topology.alive, dtype=bool)[topology.node_of[place % topology.num_devices]]
+        place, number = place[alive], number[alive]
+    return _Parts(place, number, regions)
+
+
+def _derived_parts(table: AtomTable) -> _Parts:
+    row = concatenated(table.derived.values())
+    first = np.cumsum([0, *map(len, table.derived.values())], dtype=np.int64)
+    place = np.fromiter(table.derived, dtype=np.int64, count=len(table.derived))
+    return _Parts(place, np.arange(len(place)), Regions(first, table.cell[row], table.start[row], table.stop[row]))
 
 
 def _sweep(
@@ -187,47 +184,50 @@ def _sweep(
 def check_sources(diff: Diff, schedule: Schedule) -> Finding:
     """Every move reads what its source holds in the old plan (on a living node) or what moves of earlier waves
     brought there."""
+    moves = schedule.moves
+    relayed = moves.after_counts > 0
     for number, table in enumerate(diff.tables):
         geometry = diff.geometries[diff.geometry_of[number]]
         num_cells, scale = geometry.cells.num_cells, int(geometry.cells.numel.max()) + 1
-        numbered = [(i, m) for i, m in enumerate(schedule.moves) if m.table == number]
-        first = [(i, m) for i, m in numbered if not m.after]
+        first = np.flatnonzero((moves.table == number) & ~relayed)
         held = _group_parts(table, new=False, topology=diff.topology)
-        holds: dict[int, tuple[int, ...]] = {}
-        for place, region in held:
-            holds[place] = (*holds.get(place, ()), id(region))
-        sources = [_held_at(diff, schedule, i, m) for i, m in first]
-        if -1 in sources:
-            i = first[sources.index(-1)][0]
-            return Finding(name="sources", holds=False, evidence=f"move {i} reads where its storage is not, or not yet")
+        source = moves.src[first]
+        if schedule.staged:
+            source = np.array([_held_at(diff, schedule, i, moves[i]) for i in first.tolist()], dtype=np.int64)
+        gone = first[source < 0]
+        if len(gone):
+            what = f"move {int(gone[0])} reads where its storage is not, or not yet"
+            return Finding(name="sources", holds=False, evidence=what)
         # Places that hold the very same regions, and one region that is read from them: one of each is looked at.
-        reads = {
-            (holds.get(source, ()), id(m.intervals)): (source, m.intervals)
-            for source, (_, m) in zip(sources, first, strict=True)
-        }
-        read_at = {source for source, _ in reads.values()}
-        there = _Rows.gather(part for part in held if part[0] in read_at)
-        bad = _outside(_Rows.gather(reads.values()), there, num_cells, scale)
+        kinds = _kinds_of_place((held,), 2 * diff.topology.num_devices)
+        one = np.unique(kinds[source] * len(moves.regions) + moves.region[first], return_index=True)[1]
+        reads = _Parts(source[one], moves.region[first[one]], moves.regions)
+        read_at = np.zeros(len(kinds), dtype=bool)
+        read_at[reads.place] = True
+        bad = _outside(reads.rows(), held.only(read_at).rows(), num_cells, scale)
         if bad is not None:
             return _source_finding(diff, table, bad, num_cells, scale)
-        relayed = [(i, m) for i, m in numbered if m.after]
-        for i, move in relayed:
-            if any(not _later(schedule, a, i) or schedule.moves[a].dst != move.src for a in move.after):
-                return Finding(name="sources", holds=False, evidence=f"move {i} relays before it received")
-        # The move's number stands for the place: each relay against what its own predecessors brought. Those that carry
-        # one region of the same predecessors' regions are looked at once.
-        different = {(id(m.intervals), *(id(schedule.moves[a].intervals) for a in m.after)): (i, m) for i, m in relayed}
-        received = _Rows.gather((i, schedule.moves[a].intervals) for i, m in different.values() for a in m.after)
-        bad = _outside(_Rows.gather((i, m.intervals) for i, m in different.values()), received, num_cells, scale)
+        relay, before = moves.relays
+        mine = moves.table[relay] == number
+        relay, before = relay[mine], before[mine]
+        early = relay[~_later(schedule, before, relay) | (moves.dst[before] != moves.src[relay])]
+        if len(early):
+            return Finding(name="sources", holds=False, evidence=f"move {int(early[0])} relays before it received")
+        # What a relay carries against what its own predecessors brought; its number stands for the place. One that
+        # carries on the very region that it received is right as it is.
+        whole = (moves.after_counts[relay] == 1) & (moves.region[before] == moves.region[relay])
+        relay, before = relay[~whole], before[~whole]
+        carried = np.unique(relay)
+        received = _Parts(relay, moves.region[before], moves.regions).rows()
+        bad = _outside(_Parts(carried, moves.region[carried], moves.regions).rows(), received, num_cells, scale)
         if bad is not None:
             return Finding(
                 name="sources", holds=False, evidence=f"move {bad // scale // num_cells} relays more than it received"
             )
-    relays = sum(1 for m in schedule.moves if m.after)
     return Finding(
         name="sources",
         holds=True,
-        evidence=f"{len(schedule.moves):,} moves read held or verified bytes, {relays:,} of them relays",
+        evidence=f"{len(moves):,} moves read held or verified bytes, {int(relayed.sum()):,} of them relays",
     )
 
 
@@ -239,7 +239,7 @@ def _held_at(diff: Diff, schedule: Schedule, number: int, move: Move) -> int:
         return move.src
     cells = diff.geometries[diff.geometry_of[move.table]].cells
     device = move.src % num_devices
-    first, last = schedule.wave[number], schedule.wave[number] + schedule.slices[number] - 1
+    first, last = int(schedule.wave[number]), int(schedule.wave[number] + schedule.slices[number] - 1)
     there = [
         (waves, schedule.release[key])
         for key, waves in schedule.staged.items()
@@ -255,19 +255,18 @@ def _held_at(diff: Diff, schedule: Schedule, number: int, move: Move) -> int:
     return device if all(begin < first and last <= end for (begin, end), _ in there) else -1
 
 
-def _later(schedule: Schedule, before: int, after: int) -> bool:
-    """Whether each element of move ``after`` travels in a later wave than in move ``before``. Slices of equal
+def _later(schedule: Schedule, before: IntArray, after: IntArray) -> BoolArray:
+    """Whether each element of the moves ``after`` travels in a later wave than in those of ``before``. Slices of equal
     intervals in equal numbers are the same elements, one by one; otherwise all of the first must be there."""
-    wave, slices = schedule.wave, schedule.slices
-    first, then = schedule.moves[before].intervals, schedule.moves[after].intervals
-    same = slices[before] == slices[after] and (
-        first is then
-        or all(
-            np.array_equal(a, b)
-            for a, b in ((first.cell, then.cell), (first.start, then.start), (first.stop, then.stop))
-        )
-    )
-    return wave[after] > wave[before] + (0 if same else slices[before] - 1)
+    wave, slices, moves = schedule.wave, schedule.slices, schedule.moves
+    first, then = moves.region[before], moves.region[after]
+    same = (slices[before] == slices[after]) & (first == then)
+    for at in np.flatnonzero((slices[before] == slices[after]) & (slices[before] > 1) & (first != then)).tolist():
+        one, other = moves.regions[int(first[at])], moves.regions[int(then[at])]
+        columns = ((one.cell, other.cell), (one.start, other.start), (one.stop, other.stop))
+        same[at] = all(np.array_equal(a, b) for a, b in columns)
+    later: BoolArray = wave[after] > wave[before] + np.where(same, 0, slices[before] - 1)
+    return later
 
 
 def _source_finding(diff: Diff, table: AtomTable, point: int, num_cells: int, scale: int) -> Finding:
@@ -319,18 +318,18 @@ def check_order(dag: Dag, schedule: Schedule) -> Finding:
 def check_windows(schedule: Schedule, num_devices: int, staging_bytes: IntArray) -> Finding:
     """No device posts more per direction and wave than a window (one storage larger than it travels alone), nor more
     both ways together than the staging that its memory was planned with."""
-    crossing = [i for i, m in enumerate(schedule.moves) if m.link != LOCAL]
-    slices = np.array([schedule.slices[i] for i in crossing], dtype=np.int64)
-    row = np.repeat(np.array(crossing, dtype=np.int64), slices)
-    part = np.arange(len(row)) - np.repeat(np.cumsum(slices) - slices, slices)
-    wave = np.array(schedule.wave, dtype=np.int64)[row] + part
-    numel = np.array([m.intervals.numel for m in schedule.moves], dtype=np.int64)
-    width = np.array([m.num_bytes for m in schedule.moves], dtype=np.int64) // np.maximum(numel, 1)
-    count = np.array(schedule.slices, dtype=np.int64)[row]
-    size = (numel[row] * (part + 1) // count - numel[row] * part // count) * width[row]
+    moves = schedule.moves
+    crossing = np.flatnonzero(moves.link != LINK_NUMBER[LOCAL])
+    at, part = runs(schedule.slices[crossing])
+    row = crossing[at]
+    wave = schedule.wave[row] + part
+    width = moves.num_bytes // np.maximum(moves.numel, 1)
+    #: Elements sent before and with a slice; slices of a move follow each other.
+    sent = moves.numel[row] * (part + 1) // schedule.slices[row]
+    size = (sent - np.where(part == 0, 0, np.roll(sent, 1))) * width[row]
     posted = []
-    for ends in ([m.src for m in schedule.moves], [m.dst for m in schedule.moves]):
-        device = np.array(ends, dtype=np.int64)[row] % num_devices
+    for ends in (moves.src, moves.dst):
+        device = ends[row] % num_devices
         # Whole numbers below 2^53, so sums of floats are exact.
         load = np.bincount(device * (schedule.num_waves + 1) + wave, weights=size).astype(np.int64)
         key = np.flatnonzero(load)
@@ -344,8 +343,9 @@ def check_windows(schedule: Schedule, num_devices: int, staging_bytes: IntArray)
         need += most
     over = np.flatnonzero(need > staging_bytes)
     if len(over):
-        at = int(over[0])
-        evidence = f"device {at} posts {int(need[at]):,} bytes in a wave with {int(staging_bytes[at]):,} of staging"
+        first = int(over[0])
+        posts, staging = int(need[first]), int(staging_bytes[first])
+        evidence = f"device {first} posts {posts:,} bytes in a wave with {staging:,} of staging"
         return Finding(name="windows", holds=False, evidence=evidence)
     return Finding(
         name="windows",
@@ -357,32 +357,22 @@ def check_windows(schedule: Schedule, num_devices: int, staging_bytes: IntArray)
 def check_bytes(diff: Diff, schedule: Schedule, bound_moved: int) -> Finding:
     """Moves carry what the demands need and no byte more, recounted from the intervals."""
     moves = schedule.moves
-    if moves:
-        lengths = np.array([len(m.intervals) for m in moves], dtype=np.int64)
-        sizes = np.concatenate([m.intervals.stop - m.intervals.start for m in moves])
-        numel = np.add.reduceat(sizes, np.concatenate(([0], np.cumsum(lengths)[:-1])))
-        tables = diff.tables
-        width = np.array(
-            [
-                tables[m.table].element_bytes
-                if m.slots is None
-                else sum(tables[m.table].slot_bytes[i] for i in m.slots)
-                for m in moves
-            ],
-            dtype=np.int64,
-        )
-        said = np.array([m.num_bytes for m in moves], dtype=np.int64)
-        bad = np.flatnonzero((numel * width != said) | (lengths == 0))
-        if len(bad):
-            at = int(bad[0])
-            evidence = f"move {at} says {int(said[at])} bytes and has {int(numel[at] * width[at])}"
-            return Finding(name="bytes", holds=False, evidence=evidence)
-        node_of, num_devices = diff.topology.node_of, diff.topology.num_devices
-        src = node_of[np.array([m.src for m in moves], dtype=np.int64) % num_devices]
-        dst = node_of[np.array([m.dst for m in moves], dtype=np.int64) % num_devices]
-        if bool(((src != dst) != np.array([m.link == INTER for m in moves], dtype=bool)).any()):
-            return Finding(name="bytes", holds=False, evidence="a move's link class disagrees with its nodes")
-    moved = sum(m.num_bytes for m in moves if m.link != LOCAL)
+    widths = np.zeros(len(moves), dtype=np.int64)
+    for number, table in enumerate(diff.tables):
+        of_table = moves.table == number
+        for slot, slot_bytes in enumerate(table.slot_bytes):
+            widths[of_table & ((moves.slots < 0) | (moves.slots >> slot & 1 > 0))] += slot_bytes
+    counted = moves.numel * widths
+    bad = np.flatnonzero((counted != moves.num_bytes) | (moves.numel == 0))
+    if len(bad):
+        worst = int(bad[0])
+        evidence = f"move {worst} says {int(moves.num_bytes[worst])} bytes and has {int(counted[worst])}"
+        return Finding(name="bytes", holds=False, evidence=evidence)
+    node_of, num_devices = diff.topology.node_of, diff.topology.num_devices
+    leaves = node_of[moves.src % num_devices] != node_of[moves.dst % num_devices]
+    if bool((leaves != (moves.link == LINK_NUMBER[INTER])).any()):
+        return Finding(name="bytes", holds=False, evidence="a move's link class disagrees with its nodes")
+    moved = int(moves.num_bytes[moves.link != LINK_NUMBER[LOCAL]].sum())
     return Finding(
         name="bytes", holds=moved >= bound_moved, evidence=f"{moved:,} bytes move, at least {bound_moved:,} must"
     )

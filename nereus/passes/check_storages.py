@@ -65,7 +65,7 @@ def _uses(diff: Diff, schedule: Schedule, storages: StorageMap) -> Iterator[tupl
                 for place in group.places:
                     found = stages_at.get((number, new, place), ())
                     stages_at[number, new, place] = (*found, sets[group.state_set].stage)
-    for move, wave in zip(schedule.moves, schedule.wave, strict=True):
+    for move, wave in zip(schedule.moves, schedule.wave.tolist(), strict=True):
         table = diff.tables[move.table]
         cells = diff.geometries[diff.geometry_of[move.table]].cells
         slots = table.slots if move.slots is None else tuple(table.slots[i] for i in move.slots)
@@ -114,21 +114,29 @@ def check_edges(dag: Dag, schedule: Schedule, num_devices: int) -> Finding:
     bad = lacking(moves, verifies)
     if len(bad):
         return Finding(name=name, holds=False, evidence=f"the verify of move {int(bad[0])} does not follow it")
-    posts = {(int(dag.device[o]), int(dag.wave[o])): o for o in np.flatnonzero(dag.kind == POST).tolist()}
+    posts = np.flatnonzero(dag.kind == POST)
+    num_waves = int(max(dag.wave.max(initial=0), schedule.wave.max(initial=0))) + 2
+    keyed = (dag.device[posts] + 1) * num_waves + dag.wave[posts] + 1
+    posts, keyed = posts[np.argsort(keyed, kind="stable")], np.sort(keyed)
+
+    def post_of(device: IntArray, wave: IntArray) -> IntArray:
+        """The last post of a device in a wave (of all, not in a wave: -1, -1); -1 where there is none."""
+        wanted = (device + 1) * num_waves + wave + 1
+        at = np.maximum(np.searchsorted(keyed, wanted, side="right") - 1, 0)
+        found: IntArray = np.where(keyed[at] == wanted, posts[at], -1) if len(posts) else np.full_like(wanted, -1)
+        return found
+
     # Reversible: one post acquires all that a device gets; who gets nothing follows the agreement on the digest.
     sliced = schedule.mode == "reversible"
-    otherwise = posts.get((-1, -1), -1) if sliced else -1
-    for ends in ([m.src for m in schedule.moves], [m.dst for m in schedule.moves]):
-        of_rank = [
-            posts.get((end % num_devices, 0 if sliced else wave), otherwise)
-            for end, wave in zip(ends, schedule.wave, strict=True)
-        ]
-        bad = lacking(np.array(of_rank, dtype=np.int64), moves)
+    nobody = np.full(len(moves), -1, dtype=np.int64)
+    otherwise = post_of(nobody, nobody) if sliced else nobody
+    for ends in (schedule.moves.src, schedule.moves.dst):
+        of_rank = post_of(ends % num_devices, np.zeros_like(ends) if sliced else schedule.wave)
+        bad = lacking(np.where(of_rank < 0, otherwise, of_rank), moves)
         if len(bad):
             return Finding(name=name, holds=False, evidence=f"move {int(bad[0])} does not follow a post of its ranks")
     if sliced:  # in tight mode a relay follows its rank's posts, and they all that came before
-        relays = np.array([(a, i) for i, m in enumerate(schedule.moves) for a in m.after], dtype=np.int64)
-        first, then = relays.reshape(-1, 2).T
+        then, first = schedule.moves.relays
         by_slice = dag.slice_edges[:, 0] * dag.num_ops + dag.slice_edges[:, 1]
         bad = lacking(verifies[first], moves[then], np.sort(np.concatenate((keys, by_slice))))
         if len(bad):

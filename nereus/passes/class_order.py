@@ -8,7 +8,7 @@ few ranges of the class's elements.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,10 +22,11 @@ class ClassOrder:
 
     region: int
     rows: IntArray
-    begin: IntArray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
+    begin: IntArray
 
-    def with_sizes(self, numel: IntArray) -> ClassOrder:
-        return replace(self, begin=np.concatenate(([0], np.cumsum(numel[self.rows]))))
+    @property
+    def numel(self) -> int:
+        return int(self.begin[-1])
 
     def ranges(self, intervals: IntArray) -> list[tuple[int, int]]:
         """Where ``intervals`` (ascending interval numbers) lie, as ranges of elements, ascending."""
@@ -37,11 +38,19 @@ class ClassOrder:
         return list(zip(self.begin[at[first]].tolist(), self.begin[at[last] + 1].tolist(), strict=True))
 
 
-def class_order(region: int, needs: Sequence[IntArray]) -> ClassOrder:
-    """``needs``: the interval numbers of each demand for the class, ascending."""
+def class_order(region: int, needs: Sequence[IntArray], sizes: IntArray) -> ClassOrder:
+    """``needs``: the interval numbers of each demand for the class, ascending. ``sizes``: elements of every interval
+    of the table."""
+    rows = _rows(needs)
+    begin = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum(sizes[rows], out=begin[1:])
+    return ClassOrder(region=region, rows=rows, begin=begin)
+
+
+def _rows(needs: Sequence[IntArray]) -> IntArray:
     rows = max(needs, key=len)
     if all(need is rows or np.array_equal(need, rows) for need in needs):
-        return ClassOrder(region=region, rows=rows)
+        return rows
     rows = np.unique(np.concatenate(needs))
     # Rows that the same demands lack get one number; few demands lack few rows, so the numbers are built from those.
     mark = np.zeros(len(rows), dtype=np.int64)
@@ -52,4 +61,4 @@ def class_order(region: int, needs: Sequence[IntArray]) -> ClassOrder:
         short = len(need) * 2 < len(rows)
         chosen = inside if short else np.setdiff1d(np.arange(len(rows)), inside, assume_unique=True)
         mark[chosen] = mark.max() + 1 + np.unique(mark[chosen], return_inverse=True)[1]
-    return ClassOrder(region=region, rows=rows[np.argsort(mark, kind="stable")])
+    return rows[np.argsort(mark, kind="stable")]

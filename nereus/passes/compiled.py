@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from nereus.passes.bound import Bounds
 from nereus.passes.dag import Dag
 from nereus.passes.diff import Diff
 from nereus.passes.lifecycle import Lifecycle
+from nereus.passes.lists import Lists
 from nereus.passes.lower import StageChange
 from nereus.passes.memory import MemoryPlan
 from nereus.passes.place import Choice, Together
@@ -46,15 +48,17 @@ class Exchange:
 
     def moves_of_device(self, device: int) -> tuple[int, ...]:
         """Numbers of the moves that ``device`` sends or receives, ascending."""
-        return self._moves_by_device.get(device, ())
+        return self._moves_by_device[device]
 
     @cached_property
-    def _moves_by_device(self) -> dict[int, tuple[int, ...]]:
-        found: dict[int, list[int]] = {}
-        for number, move in enumerate(self.schedule.moves):
-            for device in {move.src % self.topology.num_devices, move.dst % self.topology.num_devices}:
-                found.setdefault(device, []).append(number)
-        return {device: tuple(numbers) for device, numbers in found.items()}
+    def _moves_by_device(self) -> list[tuple[int, ...]]:
+        moves, num_devices = self.schedule.moves, self.topology.num_devices
+        number = np.arange(len(moves), dtype=np.int64)
+        ends = Lists.of_pairs(
+            np.concatenate((moves.src, moves.dst)) % num_devices, np.concatenate((number, number)), num_devices
+        )
+        first, item = ends.first.tolist(), ends.item.tolist()
+        return [tuple(item[a:b]) for a, b in pairwise(first)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,26 +100,16 @@ def transition_digest(old: Plan, new: Plan, schedule: Schedule, same: tuple[Pair
 def schedule_digest(digest: hashlib._Hash, schedule: Schedule) -> str:
     """``digest`` of what the schedule was made from, and every move with its waves."""
     digest.update(schedule.mode.encode())
-    head = [
-        (
-            wave,
-            slices,
-            m.src,
-            m.dst,
-            m.table,
-            m.num_bytes,
-            -1 if m.slots is None else sum(1 << i for i in m.slots),
-            len(m.intervals),
-        )
-        for m, wave, slices in zip(schedule.moves, schedule.wave, schedule.slices, strict=True)
-    ]
-    digest.update(np.array(head, dtype=np.int64).tobytes())
-    known: dict[int, bytes] = {}  # many moves carry one region
-    for move in schedule.moves:
-        region = move.intervals
-        if id(region) not in known:
-            known[id(region)] = b"".join(column.tobytes() for column in (region.cell, region.start, region.stop))
-        digest.update(known[id(region)])
+    moves, regions = schedule.moves, schedule.moves.regions
+    counts = regions.counts[moves.region]
+    head = (schedule.wave, schedule.slices, moves.src, moves.dst, moves.table, moves.num_bytes, moves.slots, counts)
+    digest.update(np.stack(head, axis=1).tobytes())
+    columns = [column.tobytes() for column in (regions.cell, regions.start, regions.stop)]
+    size = regions.cell.itemsize
+    bounds = [(a * size, b * size) for a, b in pairwise(regions.first.tolist())]
+    content = [b"".join(column[a:b] for column in columns) for a, b in bounds]
+    for number in moves.region.tolist():  # many moves carry one region
+        digest.update(content[number])
     for key, wave in sorted((*schedule.acquire.items(), *schedule.release.items())):
         digest.update(repr((key, wave)).encode())
     for key, waves in sorted(schedule.staged.items()):

@@ -106,7 +106,7 @@ def build_dag(
     open_moves: dict[int, list[int]] = {}  # device -> verifies of its current wave
     verified: list[int] = [-1] * len(schedule.moves)
     by_wave: list[list[int]] = [[] for _ in range(schedule.num_waves)]
-    for number, wave in enumerate(schedule.wave):
+    for number, wave in enumerate(schedule.wave.tolist()):
         by_wave[wave].append(number)
     acquires, releases = _per_wave(schedule, acquire_bytes, release_bytes)
     staged: dict[int, list[tuple[int, int]]] = {}  # wave -> (device, space of its host memory)
@@ -220,14 +220,14 @@ def _reversible_dag(
         )
     first, count = len(build.rows), len(schedule.moves)
     moves = np.zeros((2 * count, len(build.rows[0])), dtype=np.int64)
-    places = np.array([(m.src, m.dst) for m in schedule.moves], dtype=np.int64).reshape(-1, 2)
+    places = np.stack((schedule.moves.src, schedule.moves.dst), axis=1)
     ends = places % num_devices
     to_host = np.flatnonzero(places[:, 1] >= num_devices)
     host_space = num_devices + topology.node_of[ends[to_host, 1]]
-    wave = np.array(schedule.wave, dtype=np.int64)
+    wave = schedule.wave
     moves[0::2, 0], moves[1::2, 0] = MOVE, VERIFY
     moves[0::2, 1], moves[1::2, 1] = ends[:, 0], ends[:, 1]
-    moves[0::2, 2], moves[1::2, 2] = wave, wave + np.array(schedule.slices, dtype=np.int64) - 1
+    moves[0::2, 2], moves[1::2, 2] = wave, wave + schedule.slices - 1
     moves[:, 3] = np.repeat(np.arange(count), 2)
     moves[:, 4] = -1
     # Numbered by first wave, so that every edge goes up.
@@ -236,12 +236,9 @@ def _reversible_dag(
     position[order] = np.arange(count)
     moves = moves[np.stack((2 * order, 2 * order + 1), axis=1).reshape(-1)]
     number_of_move, number_of_verify = first + 2 * position, first + 2 * position + 1
-    relays = np.array(
-        [(a, i, follows_slice_by_slice(schedule, a, i)) for i, m in enumerate(schedule.moves) for a in m.after],
-        dtype=np.int64,
-    ).reshape(-1, 3)
-    sliced = relays[:, 2] > 0
-    chain = np.stack((number_of_verify[relays[:, 0]], number_of_move[relays[:, 1]]), axis=1)
+    relay, before = schedule.moves.relays
+    sliced = follows_slice_by_slice(schedule, before, relay)
+    chain = np.stack((number_of_verify[before], number_of_move[relay]), axis=1)
     last = _Builder()
     last.rows = [build.rows[0]] * (first + 2 * count)  # only their number matters
     commit = last.op(COMMIT, after=(*np.unique(post_of_space).tolist(), *groups))

@@ -84,6 +84,7 @@ def diff(
     all_holders: list[tuple[tuple[int, ...], ...]] = []
     all_wanters: list[tuple[tuple[int, ...], ...]] = []
     kept = derived = 0
+    node_of = [*topology.node_of.tolist()] * 2  # of GPUs, then of host memories
     foregone = Foregone.nothing(len(topology.nodes))
     for number, table in enumerate(tables):
         geometry = geometries[geometry_of[number]]
@@ -94,18 +95,22 @@ def diff(
         foregone += given_up
         all_holders.append(holders)
         all_wanters.append(wanters)
+        sizes = table.num_bytes
+        class_bytes = np.bincount(table.cls, weights=sizes, minlength=table.num_classes).astype(np.int64).tolist()
         for cls, intervals in enumerate(table.intervals_of_classes()):
             if not wanters[cls]:
                 continue
-            class_bytes = int(table.num_bytes[intervals].sum())
             held_by = set(holders[cls])
-            kept += class_bytes * sum(1 for p in wanters[cls] if p in held_by)
-            lacking = list(_class_demands(number, table, cls, intervals, wanters[cls], held_by, topology))
+            lacking = [place for place in wanters[cls] if place not in held_by]
+            kept += class_bytes[cls] * (len(wanters[cls]) - len(lacking))
+            if not lacking:
+                continue
+            found_demands = _class_demands(number, table, cls, intervals, lacking, node_of, sizes, class_bytes[cls])
             if holders[cls]:
-                demands += lacking
-            elif lacking and table.class_holders[cls]:
-                lost.append(_lost_state(table, geometry, cls, max(lacking, key=lambda d: d.num_bytes)))
-            derived += _derived_bytes(table, intervals, [p for p in wanters[cls] if p not in held_by])
+                demands += found_demands
+            elif found_demands and table.class_holders[cls]:
+                lost.append(_lost_state(table, geometry, cls, max(found_demands, key=lambda d: d.num_bytes)))
+            derived += _derived_bytes(table, intervals, lacking, sizes)
     return Diff(
         topology=topology,
         old=old,
@@ -177,12 +182,14 @@ def _class_places(
 ) -> tuple[tuple[int, ...], ...]:
     groups = table.old_groups if old_side else table.new_groups
     cached: dict[tuple[int, ...], tuple[int, ...]] = {}
+    alive = [*np.array(topology.alive, dtype=bool)[topology.node_of].tolist()] * 2  # GPUs, then host memories
+    keep = (lambda p: alive[p]) if old_side and not all(topology.alive) else None
     for members in classes:
         if members not in cached:
-            places = {p for g in members for p in groups[g].places}
-            if old_side:
-                places = {p for p in places if topology.alive[topology.node_of_place(p)]}
-            cached[members] = tuple(sorted(places))
+            places: Iterable[int] = groups[members[0]].places if len(members) == 1 else ()
+            if len(members) > 1:
+                places = sorted({p for g in members for p in groups[g].places})
+            cached[members] = tuple(filter(keep, places) if keep is not None else places)
     return tuple(cached[members] for members in classes)
 
 
@@ -191,19 +198,25 @@ def _class_demands(
     table: AtomTable,
     cls: int,
     intervals: IntArray,
-    wanters: tuple[int, ...],
-    held_by: set[int],
-    topology: Topology,
-) -> Iterator[Demand]:
+    lacking: list[int],
+    node_of: list[int],
+    sizes: IntArray,
+    class_bytes: int,
+) -> list[Demand]:
+    """``lacking``: places that want the class and do not hold it. ``node_of``: of every place; ``sizes``: bytes of
+    every interval."""
     by_node: dict[int, list[int]] = {}
-    for place in wanters:
-        if place not in held_by:
-            by_node.setdefault(topology.node_of_place(place), []).append(place)
-    for node, lacking in by_node.items():
-        for places, region in _split_by_derived(table, intervals, lacking):
-            num_bytes = int(table.num_bytes[region].sum())
+    for place in lacking:
+        by_node.setdefault(node_of[place], []).append(place)
+    found = []
+    for node, there in by_node.items():
+        for places, region in _split_by_derived(table, intervals, there):
+            num_bytes = class_bytes if region is intervals else int(sizes[region].sum())
             if num_bytes:
-                yield Demand(table=number, cls=cls, node=node, wanters=places, intervals=region, num_bytes=num_bytes)
+                found.append(
+                    Demand(table=number, cls=cls, node=node, wanters=places, intervals=region, num_bytes=num_bytes)
+                )
+    return found
 
 
 def _split_by_derived(
@@ -211,7 +224,7 @@ def _split_by_derived(
 ) -> Iterator[tuple[tuple[int, ...], IntArray]]:
     """Cut ``intervals`` by which of ``places`` derive them; yields (places that still lack, intervals)."""
     deriving: dict[int, list[int]] = {}
-    for position, place in enumerate(places):
+    for position, place in enumerate(places) if table.derived else ():
         own = table.derived.get(place)
         if own is None:
             continue
@@ -232,12 +245,12 @@ def _split_by_derived(
             yield lacking, np.array(sorted(region), dtype=np.int64)
 
 
-def _derived_bytes(table: AtomTable, intervals: IntArray, places: list[int]) -> int:
+def _derived_bytes(table: AtomTable, intervals: IntArray, places: list[int], sizes: IntArray) -> int:
     total = 0
-    for place in places:
+    for place in places if table.derived else ():
         own = table.derived.get(place)
         if own is not None:
-            total += int(table.num_bytes[np.intersect1d(intervals, own, assume_unique=True)].sum())
+            total += int(sizes[np.intersect1d(intervals, own, assume_unique=True)].sum())
     return total
 
 

@@ -93,7 +93,7 @@ class _Emitter:
         tags: dict[tuple[int, int, int], int] = {}  # (wave, source, destination) -> the first slice's
         schedule = self.transition.schedule
         for number in self.transition.moves_of_device(self.device):
-            move, wave, count = schedule.moves[number], schedule.wave[number], schedule.slices[number]
+            move, wave, count = schedule.moves[number], int(schedule.wave[number]), int(schedule.slices[number])
             src, dst = move.src % self.num_devices, move.dst % self.num_devices
             for part, intervals in enumerate(move.intervals.split(count)):
                 at = wave + part

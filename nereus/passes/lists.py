@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain
 
 import numpy as np
 
+from nereus.ir.columns import runs
 from nereus.ir.layout import BoolArray, IntArray
 
 #: A table of up to so many entries is kept dense: reading it is then one gather.
@@ -36,12 +37,6 @@ def summed(keys: IntArray, values: IntArray) -> tuple[IntArray, IntArray]:
     keys = keys[order]
     first = np.flatnonzero(_fresh(keys))
     return keys[first], np.add.reduceat(values[order], first)
-
-
-def runs(counts: IntArray) -> tuple[IntArray, IntArray]:
-    """(list, position inside it) of every member of lists of these lengths."""
-    owner = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
-    return owner, np.arange(len(owner), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,6 +78,11 @@ class Lists:
         at, within = runs(self.counts[numbers])
         return at, self.item[self.first[numbers][at] + within]
 
+    def tuples(self, numbers: IntArray) -> tuple[tuple[int, ...], ...]:
+        """These lists as tuples."""
+        first, item = self.first.tolist(), self.item.tolist()
+        return tuple(tuple(item[first[i] : first[i + 1]]) for i in numbers.tolist())
+
     def sums(self, weights: IntArray) -> IntArray:
         """Per list, the sum of its items' weights (exact below 2**53)."""
         total: IntArray = np.bincount(self.owner, weights=weights[self.item], minlength=len(self)).astype(np.int64)
@@ -99,15 +99,23 @@ class Lists:
 
 def combinations(lists: Lists) -> tuple[IntArray, Lists]:
     """(number of every list's content, the distinct contents). Lists are sets: ascending."""
+    counts = lists.counts
+    # Most lists have one member, which stands for them (-1: none); the others are looked up one by one.
+    code = np.full(len(lists), -1, dtype=np.int64)
+    alone = np.flatnonzero(counts == 1)
+    code[alone] = lists.item[lists.first[alone]]
+    several = np.flatnonzero(counts > 1)
     known: dict[bytes, int] = {}
-    first = lists.first.tolist()
     data, size = lists.item.tobytes(), lists.item.itemsize
-    number = [known.setdefault(data[a * size : b * size], len(known)) for a, b in pairwise(first)]
-    of_list = np.array(number, dtype=np.int64)
-    example = np.zeros(len(known), dtype=np.int64)
-    example[of_list[::-1]] = np.arange(len(lists), dtype=np.int64)[::-1]
+    begins, ends = (lists.first[several] * size).tolist(), (lists.first[several + 1] * size).tolist()
+    number = [known.setdefault(data[a:b], len(known)) for a, b in zip(begins, ends, strict=True)]
+    code[several] = int(lists.item.max(initial=0)) + 1 + np.array(number, dtype=np.int64)
+    # Numbered as they come.
+    _, example, number_of = np.unique(code, return_index=True, return_inverse=True)
+    order = np.argsort(example)
+    of_list, example = np.argsort(order)[number_of], example[order]
     at, item = lists.of(example)
-    return of_list, Lists(np.concatenate(([0], np.cumsum(np.bincount(at, minlength=len(known))))), item)
+    return of_list, Lists(np.concatenate(([0], np.cumsum(np.bincount(at, minlength=len(example))))), item)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

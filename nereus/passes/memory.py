@@ -15,7 +15,7 @@ import numpy as np
 from nereus.ir.holdings import Topology
 from nereus.ir.layout import IntArray
 from nereus.ir.plan import Slot
-from nereus.ir.schedule import MoveColumns, Schedule, posted_bytes, schedule_parts
+from nereus.ir.schedule import Schedule, posted_bytes, schedule_parts
 from nereus.passes.lifecycle import Lifecycle
 from nereus.passes.route import Routed
 from nereus.passes.storages import StorageMap
@@ -38,21 +38,17 @@ def state_bytes(storages: StorageMap, topology: Topology) -> StateBytes:
     num_spaces = topology.num_devices + len(topology.nodes)
     kept, old, new, largest, largest_old = (np.zeros(num_spaces, dtype=np.int64) for _ in range(5))
     for stage in storages.stages:
-        alike = _slots_alike(storages, stage)
-        for device in storages.devices_of(stage):
-            host = topology.num_devices + int(topology.node_of[device])
-            for name, old_slot, new_slot, old_width, new_width in alike:
-                for in_host, total in storages.fit(stage, name, device).memories:
-                    space = host if in_host else device
-                    kept[space] += total.kept * new_width
-                    old[space] += total.old * old_width
-                    new[space] += total.new * new_width
-                    for most, slot, count in (
-                        (largest, new_slot, total.largest_new),
-                        (largest_old, old_slot, total.largest_old),
-                    ):
-                        width = slot.element_bytes if slot is not None else 0
-                        most[space] = max(most[space], count * width)
+        for name, old_slot, new_slot, old_width, new_width in _slots_alike(storages, stage):
+            for total in storages.totals(stage, name):
+                for column, count in ((kept, total.kept * new_width), (new, total.new * new_width)):
+                    np.add.at(column, total.space, count)
+                np.add.at(old, total.space, total.old * old_width)
+                for most, slot, count in (
+                    (largest, new_slot, total.largest_new),
+                    (largest_old, old_slot, total.largest_old),
+                ):
+                    if slot is not None:
+                        np.maximum.at(most, total.space, count * slot.element_bytes)
     comes = np.where(new > 0, np.maximum(largest, largest_old), 0)
     return StateBytes(kept=kept, old=old, new=new, largest=comes)
 
@@ -146,19 +142,16 @@ def plan_memory(storages: StorageMap, life: Lifecycle, staging: IntArray, topolo
 
 def window_staging(routed: Routed, window_bytes: int) -> IntArray:
     """Staging per device where waves are not known yet: a window each way, or all that it sends and receives."""
-    columns = MoveColumns.of(routed.moves)
-    num_devices = routed.links.num_devices
+    moves, num_devices = routed.moves, routed.links.num_devices
     total = np.zeros(num_devices, dtype=np.int64)
-    for ends in (columns.src, columns.dst):
-        load = np.zeros(num_devices, dtype=np.int64)
-        np.add.at(load, ends % num_devices, columns.num_bytes)
-        total += np.minimum(load, window_bytes)
+    for ends in (moves.src, moves.dst):
+        load = np.bincount(ends % num_devices, weights=moves.num_bytes, minlength=num_devices)
+        total += np.minimum(load.astype(np.int64), window_bytes)
     return total
 
 
 def schedule_staging(schedule: Schedule, num_devices: int) -> IntArray:
     """Staging per device: the most that it sends in one wave and the most that it receives."""
-    columns = MoveColumns.of(schedule.moves)
-    part = schedule_parts(schedule, columns)
-    sent, received = posted_bytes(columns, part, num_devices, schedule.num_waves, copies=True)
+    part = schedule_parts(schedule)
+    sent, received = posted_bytes(schedule.moves, part, num_devices, schedule.num_waves, copies=True)
     return sent + received

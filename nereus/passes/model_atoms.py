@@ -32,12 +32,11 @@ def placed_on(atoms: ModelAtoms, new_sets: tuple[StateSet, ...], topology: Topol
         return atoms
     if sum(state_set.slot("master") is not None for state_set in new_sets) > 1 and any(t.derived for t in atoms.tables):
         return None
-    index = topology.index()
     moved = []
     derives: IntArray | None = None
     for before, after in zip(atoms.geometry.new_sets, new_sets, strict=True):
         to = np.full(topology.num_devices, -1, dtype=np.int64)
-        to[[index[d] for d in before.bound.ranks]] = [index[d] for d in after.bound.ranks]
+        to[topology.numbers_of(before.bound.ranks)] = topology.numbers_of(after.bound.ranks)
         both = np.concatenate((to, to + topology.num_devices))  # GPUs, then host memory of their processes
         moved.append(both)
         derives = both if after.slot("master") is not None else derives

@@ -75,11 +75,10 @@ def overlap(old: Holdings, model: str, new_sets: tuple[StateSet, ...], topology:
     if not old_sets:
         return None
     atoms = model_atoms(model, old_sets, new_sets, topology)
-    index = topology.index()
     rank_of_device = []
     for state_set in new_sets:
         rank_of = np.full(topology.num_devices, -1, dtype=np.int64)
-        rank_of[[index[d] for d in state_set.bound.ranks]] = np.arange(len(state_set.bound.ranks))
+        rank_of[topology.numbers_of(state_set.bound.ranks)] = np.arange(len(state_set.bound.ranks))
         rank_of_device.append(rank_of)
     return ModelOverlap(atoms=atoms, tables=tuple(_columns(t, topology, rank_of_device) for t in atoms.tables))
 

@@ -177,7 +177,7 @@ def _schedule(
     refusal: Diagnostic | None = None
     widest = pipeline.schedule.window_bytes
     for window_bytes in dict.fromkeys((widest, min(widest, SMALL_WINDOW_BYTES))):
-        cut = replace(routed, moves=tuple(cut_moves(routed.moves, window_bytes)))
+        cut = replace(routed, moves=cut_moves(routed.moves, window_bytes))
         staging = window_staging(cut, window_bytes)
         memory = instrument.run("memory", partial(plan_memory, storages, life, staging, topology))
         if bool((np.maximum(memory.reversible["at engine start"], memory.tight_base) > memory.capacity).any()):

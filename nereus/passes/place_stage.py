@@ -7,10 +7,11 @@ from functools import cached_property
 
 import numpy as np
 
+from nereus.ir.columns import runs
 from nereus.ir.holdings import StateSet, Topology
 from nereus.ir.layout import BoolArray, IntArray, Layout
 from nereus.ir.plan import Plan, Stage
-from nereus.passes.lists import Lists, Sparse, combinations, concatenated, join, runs, summed
+from nereus.passes.lists import Lists, Sparse, combinations, concatenated, join, summed
 from nereus.passes.overlap import ModelOverlap, TableOverlap
 from nereus.passes.place_assign import NodeValues, assign_all, most_valuable
 from nereus.passes.step_cost import StepCost

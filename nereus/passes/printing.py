@@ -9,7 +9,7 @@ from nereus.ir.described import DescribedLayout
 from nereus.ir.holdings import Holdings, StateSet, Topology
 from nereus.ir.plan import Stage
 from nereus.ir.program import Program
-from nereus.ir.schedule import MoveColumns, Schedule, schedule_parts
+from nereus.ir.schedule import Schedule, schedule_parts
 from nereus.ir.transition import LOCAL, Move
 from nereus.ir.units import format_bytes, format_seconds
 from nereus.passes.atoms import AtomTable
@@ -221,10 +221,10 @@ def schedule_lines(schedule: Schedule, topology: Topology) -> Iterator[str]:
         f"{format_bytes(schedule.window_bytes)} a GPU and direction, {format_seconds(schedule.transfer_s)}"
     )
     totals = [[0, 0] for _ in range(schedule.num_waves)]
-    columns = MoveColumns.of(schedule.moves)
-    for move, wave, num_bytes in zip(*(c.tolist() for c in schedule_parts(schedule, columns)), strict=True):
+    crosses = schedule.moves.crosses.tolist()
+    for move, wave, num_bytes in zip(*(c.tolist() for c in schedule_parts(schedule)), strict=True):
         totals[wave][0] += 1
-        totals[wave][1] += num_bytes * columns.crosses[move]
+        totals[wave][1] += num_bytes * crosses[move]
     for wave, (count, num_bytes) in enumerate(totals[:MAX_ROWS]):
         acquired = sum(1 for number in schedule.acquire.values() if number == wave)
         released = sum(1 for number in schedule.release.values() if number == wave)

@@ -1,9 +1,15 @@
-"""Relays: what nodes took in of a class, and who of them has room to send it on."""
+"""Who can send a class's bytes: the least loaded node that holds them, and what nodes took in and may relay.
+
+Loads only grow while moves are added, so each list is a heap of loads as they were when last looked at: an entry at the
+top whose load has grown goes back with its new load, and the first that has not is the least of all. A choice then
+costs what changed, not how many there are to choose from.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
 from typing import NamedTuple
 
 #: A class is looked up by parts, so that a search meets hardly any stripe that does not hold what is wanted.
@@ -24,6 +30,25 @@ class Ports:
         return max((max(p, default=0.0) for p in (self.gpu_out, self.gpu_in, self.nic_out, self.nic_in)), default=0.0)
 
 
+class HolderNodes:
+    """Nodes that hold a class, by what their NICs send so far; among equals the first listed."""
+
+    __slots__ = ("heap", "nic_out")
+
+    def __init__(self, nodes: Iterable[int], nic_out: list[float]) -> None:
+        self.nic_out = nic_out
+        self.heap = [(0.0, at, node) for at, node in enumerate(nodes)]
+
+    def least(self) -> int:
+        heap, nic_out = self.heap, self.nic_out
+        while True:
+            load, at, node = heap[0]
+            now = nic_out[node]
+            if now == load:
+                return node
+            heapreplace(heap, (now, at, node))
+
+
 class Taken(NamedTuple):
     """Elements ``lo..hi`` of a region that ``place`` took in from another node by stripe ``stripe``: it may relay
     them. ``depth``: how many sendings brought them there."""
@@ -36,43 +61,71 @@ class Taken(NamedTuple):
     depth: int
 
 
-class Relays:
-    """Of one region. Those without room are put aside until the target that they are full for is raised, so that a
-    search costs what is open, not what ever was."""
+#: (cost in seconds when last looked at, number of the stripe, what).
+_Entry = tuple[float, int, Taken]
 
-    def __init__(self, numel: int) -> None:
+
+class Relays:
+    """Of one region. Those without room are put aside until the target that they are full for is raised."""
+
+    __slots__ = ("full", "numel", "open", "per_part", "ports", "target")
+
+    def __init__(self, numel: int, ports: Ports) -> None:
+        self.numel, self.ports = numel, ports
         self.per_part = -(-numel // _PARTS)
-        self.open: list[list[Taken]] = [[] for _ in range(_PARTS)]
-        self.full: list[list[Taken]] = [[] for _ in range(_PARTS)]
-        self.target = [0.0] * _PARTS
+        #: Heaps by part; ``_PARTS``: of those that hold all of the region.
+        self.open: dict[int, list[_Entry]] = {}
+        self.full: list[tuple[int, Taken]] = []
+        self.target = 0.0
 
     def add(self, taken: Iterable[Taken]) -> None:
         for part in taken:
-            for number in range(part.lo // self.per_part, (part.hi - 1) // self.per_part + 1):
-                self.open[number].append(part)
+            whole = part.lo == 0 and part.hi == self.numel
+            first, last = part.lo // self.per_part, (part.hi - 1) // self.per_part
+            for number in (_PARTS,) if whole else range(first, last + 1):
+                heappush(self.open.setdefault(number, []), (0.0, part.stripe, part))
 
-    def open_at(self, position: int, ports: Ports, target: float) -> list[tuple[float, Taken]]:
-        """Those with room that hold ``position``, with their load in seconds."""
-        number = position // self.per_part
-        if self.target[number] != target:
-            self.target[number] = target
-            self.open[number] += self.full[number]
-            self.full[number] = []
-        nic_out, gpu_out = ports.nic_out, ports.gpu_out
-        num_devices = len(gpu_out)
-        found: list[tuple[float, Taken]] = []
-        full = False
-        for part in self.open[number]:
-            load, gpu = nic_out[part.node], gpu_out[part.place % num_devices]
-            load = gpu if gpu > load else load
+    def cheapest(self, position: int, target: float, deeper_s: float, below: float) -> Iterator[tuple[float, Taken]]:
+        """(load in seconds, relay) of those with room that hold ``position``, by cost (load + depth x ``deeper_s``,
+        which grows with the target), as long as that is less than ``below``."""
+        if target != self.target:
+            self.target = target
+            for number, part in self.full:
+                heappush(self.open[number], (0.0, part.stripe, part))
+            self.full.clear()
+        looked_at: list[tuple[list[_Entry], _Entry]] = []
+        try:
+            while True:
+                best: _Entry | None = None
+                of: list[_Entry] = []
+                for number in (position // self.per_part, _PARTS):
+                    heap = self.open.get(number, [])
+                    entry = self._top(number, heap, target, deeper_s)
+                    if entry is not None and (best is None or entry < best):
+                        best, of = entry, heap
+                if best is None or best[0] >= below:
+                    return
+                looked_at.append((of, heappop(of)))
+                part = best[2]
+                if part.lo <= position < part.hi:
+                    yield self._load(part), part
+        finally:
+            for heap, entry in looked_at:
+                heappush(heap, entry)
+
+    def _top(self, number: int, heap: list[_Entry], target: float, deeper_s: float) -> _Entry | None:
+        while heap:
+            cost, stripe, part = heap[0]
+            load = self._load(part)
+            now = load + part.depth * deeper_s
             if load >= target:
-                full = True
-            elif part.lo <= position < part.hi:
-                found.append((load, part))
-        if full:
-            still: list[Taken] = []
-            for part in self.open[number]:
-                busy = max(nic_out[part.node], gpu_out[part.place % num_devices]) >= target
-                (self.full[number] if busy else still).append(part)
-            self.open[number] = still
-        return found
+                self.full.append((number, heappop(heap)[2]))
+            elif now == cost:
+                return heap[0]
+            else:
+                heapreplace(heap, (now, stripe, part))
+        return None
+
+    def _load(self, part: Taken) -> float:
+        nic, gpu = self.ports.nic_out[part.node], self.ports.gpu_out[part.place % len(self.ports.gpu_out)]
+        return gpu if gpu > nic else nic

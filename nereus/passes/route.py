@@ -9,11 +9,14 @@ the placement.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from nereus.ir.intervals import Intervals
-from nereus.ir.transition import INTER, LOCAL, Move
+from nereus.ir.moves import Moves
+from nereus.ir.transition import INTER, LINK_NUMBER, LOCAL
 from nereus.ir.units import MIB
 from nereus.passes.bound import Bounds, bounds
 from nereus.passes.class_order import ClassOrder, class_order
@@ -21,13 +24,13 @@ from nereus.passes.diff import Demand, Diff
 from nereus.passes.diff_flows import DiffFlows
 from nereus.passes.hops import Hop
 from nereus.passes.links import Links
-from nereus.passes.relays import Ports, Relays, Taken
+from nereus.passes.relays import HolderNodes, Ports, Relays, Taken
 from nereus.passes.stripes import Stripe, to_moves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routed:
-    moves: tuple[Move, ...]
+    moves: Moves
     ports: Ports
     links: Links
     bound: Bounds
@@ -75,16 +78,17 @@ _DEPTH_COSTS = 4
 
 
 def _expected_s(routed: Routed) -> float:
-    depth = max(relay_depths(routed.moves), default=0)
-    return routed.ports.busiest_s * (1 + depth / _WAVES)
+    return routed.ports.busiest_s * (1 + int(routed.moves.depth.max(initial=0)) / _WAVES)
 
 
-def relay_depths(moves: Sequence[Move]) -> list[int]:
-    """How many moves, itself included, bring a move's bytes from their holder."""
-    depth: list[int] = []
-    for move in moves:
-        depth.append(1 + max((depth[before] for before in move.after), default=0))
-    return depth
+@dataclass(frozen=True, slots=True)
+class _Class:
+    """What demands of one class have in common. ``holders``: places by node."""
+
+    order: ClassOrder
+    holders: dict[int, list[int]]
+    nodes: HolderNodes
+    relays: Relays | None  # None where nobody else wants what one takes in
 
 
 class _Router:
@@ -101,9 +105,7 @@ class _Router:
         self.widths = [table.element_bytes for table in diff.tables]
         self.sizes = [table.stop - table.start for table in diff.tables]
         self.regions: list[Intervals] = []
-        self.orders: dict[tuple[int, int], ClassOrder] = {}
-        self.relays: dict[int, Relays] = {}  # by region (a class)
-        self.holders_by_node: dict[tuple[int, int], dict[int, list[int]]] = {}
+        self.classes: dict[tuple[int, int], _Class] = {}
 
     def follow(self, found: DiffFlows, hops: Sequence[Hop]) -> Routed:
         """What the flow programme decided."""
@@ -122,7 +124,7 @@ class _Router:
     def _routed(self) -> Routed:
         moves = to_moves(self.stripes, self.regions, self.widths)
         return Routed(
-            moves=tuple(moves),
+            moves=moves,
             ports=self.ports,
             links=self.links,
             bound=self.bound,
@@ -139,13 +141,15 @@ class _Router:
         rest: list[Demand] = []
         expected = [0] * len(self.ports.nic_out)  # bytes that each node holds for others, or is to relay
         for key, demands in by_class.items():
-            self.orders[key] = self._class_order(demands)
-            holders = self._holders(demands[0])
+            self.classes[key] = self._class(demands)
+            holders = self.classes[key].holders
+            share = max(d.num_bytes for d in demands) // len(holders)
             for node in holders:
-                expected[node] += max(d.num_bytes for d in demands) // len(holders)
+                expected[node] += share
         for demands in sorted(by_class.values(), key=lambda ds: (-ds[0].num_bytes, ds[0].table, ds[0].cls)):
-            outside = [d for d in demands if d.node not in self._holders(d)]
-            rest += (d for d in demands if d.node in self._holders(d))
+            holders = self._of(demands[0]).holders
+            outside = [d for d in demands if d.node not in holders]
+            rest += (d for d in demands if d.node in holders)
             if outside:
                 chosen = min(outside, key=lambda d: (-d.num_bytes, expected[d.node], d.node))
                 expected[chosen.node] += chosen.num_bytes * (len(outside) - 1)
@@ -153,47 +157,50 @@ class _Router:
                 rest += (d for d in outside if d is not chosen)
 
         def rank(demand: Demand) -> tuple[object, ...]:
-            few = min(len(self._holders(demand)), 2)
+            few = min(len(self._of(demand).holders), 2)
             return few, -demand.num_bytes, demand.table, demand.cls, demand.node, demand.wanters
 
         return [*sorted(first, key=rank), *sorted(rest, key=rank)]
 
-    def _class_order(self, demands: list[Demand]) -> ClassOrder:
-        table = self.diff.tables[demands[0].table]
-        order = class_order(len(self.regions), [d.intervals for d in demands])
-        self.regions.append(Intervals(table.cell[order.rows], table.start[order.rows], table.stop[order.rows]))
-        return order.with_sizes(self.sizes[demands[0].table])
+    def _of(self, demand: Demand) -> _Class:
+        return self.classes[demand.table, demand.cls]
 
-    def _ranges(self, demand: Demand) -> tuple[int, list[tuple[int, int]]]:
-        """The region (all of the demand's class) and what the demand lacks of it, as ranges of its elements."""
-        order = self.orders[demand.table, demand.cls]
-        return order.region, order.ranges(demand.intervals)
-
-    def _holders(self, demand: Demand) -> dict[int, list[int]]:
-        key = (demand.table, demand.cls)
-        if key not in self.holders_by_node:
-            by_node: dict[int, list[int]] = {}
-            for place in self.diff.holders[demand.table][demand.cls]:
-                by_node.setdefault(self.links.node(place), []).append(place)
-            self.holders_by_node[key] = by_node
-        return self.holders_by_node[key]
+    def _class(self, demands: list[Demand]) -> _Class:
+        table, cls = demands[0].table, demands[0].cls
+        of = self.diff.tables[table]
+        order = class_order(len(self.regions), [d.intervals for d in demands], self.sizes[table])
+        self.regions.append(Intervals(of.cell[order.rows], of.start[order.rows], of.stop[order.rows]))
+        holders: dict[int, list[int]] = {}
+        for place in self.diff.holders[table][cls]:
+            holders.setdefault(self.links.node(place), []).append(place)
+        return _Class(
+            order=order,
+            holders=holders,
+            nodes=HolderNodes(holders, self.ports.nic_out),
+            relays=Relays(order.numel, self.ports) if len(demands) > 1 else None,
+        )
 
     def _route(self, demand: Demand) -> None:
-        """Wanters in one host memory are one: each takes in a part and copies the others' from each other."""
-        gpus = tuple(place for place in demand.wanters if place < self.num_devices)
-        hosts = demand.wanters[len(gpus) :]  # ascending: host places follow the GPUs
-        region, ranges = self._ranges(demand)
-        for lo, hi in ranges:
+        """Wanters in one host memory are one: each takes in a part and copies the others' from each other; or, where
+        parts would be small, one takes in all."""
+        num_gpus = bisect_left(demand.wanters, self.num_devices)  # ascending: host places follow the GPUs
+        gpus, hosts = demand.wanters[:num_gpus], demand.wanters[num_gpus:]
+        of = self._of(demand)
+        region = of.order.region
+        for lo, hi in of.order.ranges(demand.intervals):
             if len(hosts) < 2:
-                self._deliver(demand, region, demand.wanters, lo, hi)
+                self._deliver(demand, of, demand.wanters, lo, hi)
                 continue
             if gpus:
-                self._deliver(demand, region, gpus, lo, hi)
+                self._deliver(demand, of, gpus, lo, hi)
+            takers = hosts
+            if (hi - lo) * self.widths[demand.table] < self.options.min_stripe_bytes * len(hosts):
+                takers = (min(hosts, key=self._in_load),)
             arrived: list[tuple[int, range]] = []
-            for at, host in enumerate(hosts):
+            for at, host in enumerate(takers):
                 first = len(self.stripes)
-                a, b = (lo + (hi - lo) * i // len(hosts) for i in (at, at + 1))
-                self._deliver(demand, region, (host,), a, b)
+                a, b = (lo + (hi - lo) * i // len(takers) for i in (at, at + 1))
+                self._deliver(demand, of, (host,), a, b)
                 arrived.append((host, range(first, len(self.stripes))))
             for source, numbers in arrived:
                 for number in numbers:
@@ -203,12 +210,12 @@ class _Router:
                             if other != source:
                                 self._add(source, other, demand.table, region, stripe.lo, stripe.hi, number)
 
-    def _deliver(self, demand: Demand, region: int, wanters: tuple[int, ...], lo: int, hi: int) -> None:
-        """Elements ``lo..hi`` of the region to every one of ``wanters``."""
+    def _deliver(self, demand: Demand, of: _Class, wanters: tuple[int, ...], lo: int, hi: int) -> None:
+        """Elements ``lo..hi`` of the class's region to every one of ``wanters``."""
         if hi <= lo:
             return
-        holders = self._holders(demand)
-        inside = holders.get(demand.node)
+        region = of.order.region
+        inside = of.holders.get(demand.node)
         count = len(wanters)
         num_bytes = (hi - lo) * self.widths[demand.table]
         if inside is not None and not self._scatter_inside(demand, inside, wanters, num_bytes):
@@ -217,10 +224,12 @@ class _Router:
                     self._add(source, wanter, demand.table, region, a, b, -1)
             return
         shares = [(lo, hi)]
-        if num_bytes >= self.options.min_stripe_bytes * count:
+        if count > 1 and num_bytes >= self.options.min_stripe_bytes * count:
             shares = [(lo + (hi - lo) * i // count, lo + (hi - lo) * (i + 1) // count) for i in range(count)]
         # Single stripes should not pile up on one wanter.
-        first = min(range(count), key=lambda i: (self._in_load(wanters[i]), i)) if len(shares) == 1 else 0
+        first = 0
+        if count > len(shares):
+            first = min(range(count), key=lambda i: (self._in_load(wanters[i]), i))
         taken: list[Taken] = []
         for index, (a, b) in enumerate(shares):
             wanter = wanters[(first + index) % count]
@@ -229,15 +238,13 @@ class _Router:
                     number = self._add(source, wanter, demand.table, region, x, y, -1)
                     taken.append(Taken(wanter, demand.node, x, y, number, 1))
             else:
-                taken += self._take_in(demand, region, holders, wanter, a, b)
+                taken += self._take_in(demand, of, wanter, a, b)
         for part in taken:
             for wanter in wanters:
                 if wanter != part.place:
                     self._add(part.place, wanter, demand.table, region, part.lo, part.hi, part.stripe)
-        if inside is None:
-            if region not in self.relays:
-                self.relays[region] = Relays(self.regions[region].numel)
-            self.relays[region].add(taken)
+        if inside is None and of.relays is not None:
+            of.relays.add(taken)
 
     def _scatter_inside(self, demand: Demand, inside: list[int], wanters: tuple[int, ...], num_bytes: int) -> bool:
         """Whether the node's holders had better send each wanter a part, to be exchanged: where sending all to all
@@ -280,52 +287,48 @@ class _Router:
             (place - wanter) % (2 * self.num_devices),
         )
 
-    def _take_in(
-        self, demand: Demand, region: int, holders: dict[int, list[int]], wanter: int, lo: int, hi: int
-    ) -> list[Taken]:
+    def _take_in(self, demand: Demand, of: _Class, wanter: int, lo: int, hi: int) -> list[Taken]:
         """Bring elements ``lo..hi`` from other nodes to ``wanter``."""
         result: list[Taken] = []
         # Parts that are small against the stripe cost more messages than the balance that they buy.
         least = max(self.options.min_stripe_bytes // self.widths[demand.table], (hi - lo) // 4, 1)
         while lo < hi:
-            source, stop, parent, depth = self._source(demand, region, holders, lo, hi, least)
-            number = self._add(source, wanter, demand.table, region, lo, stop, parent)
+            source, stop, parent, depth = self._source(demand, of, lo, hi, least)
+            number = self._add(source, wanter, demand.table, of.order.region, lo, stop, parent)
             result.append(Taken(wanter, demand.node, lo, stop, number, depth))
             lo = stop
         return result
 
-    def _source(
-        self, demand: Demand, region: int, holders: dict[int, list[int]], lo: int, hi: int, least: int
-    ) -> tuple[int, int, int, int]:
+    def _source(self, demand: Demand, of: _Class, lo: int, hi: int, least: int) -> tuple[int, int, int, int]:
         """(place, how far it sends, stripe that it relays or -1, depth) for the elements from ``lo``."""
         width, nic, pcie = self.widths[demand.table], self.links.nic, self.links.pcie
         busy = self.ports.nic_out
         least = min(least, hi - lo)
-        node = min(holders, key=busy.__getitem__)
-        places = holders[node]
+        node = of.nodes.least()
+        places = of.holders[node]
         place = places[0] if len(places) == 1 else min(places, key=lambda p: (self._out_load(p), p))
+        out = self._out_load(place)
         rate, gpu_rate = max(nic[node], nic[demand.node]) * width, pcie[node] * width
-        relays = self.relays.get(region)
         while True:
             target = self.target_s
             #: A sending more delays the end by a slice: worth it only for a port that is clearly less loaded.
             deeper_s = target / _DEPTH_COSTS
-            load = max(busy[node], self._out_load(place))
-            room = int(min((target - busy[node]) / rate, (target - self._out_load(place)) / gpu_rate))
-            best: tuple[float, int, int, int, int] | None = None
+            room = int(min((target - busy[node]) / rate, (target - out) / gpu_rate))
+            best: tuple[int, int, int, int] | None = None
+            below = inf
             if room >= least:
-                best = (load, place, hi if hi - lo - room < least else lo + room, -1, 1)
-            for load, part in relays.open_at(lo, self.ports, target) if relays is not None else ():
-                cost = load + part.depth * deeper_s
-                if part.node == demand.node or (best is not None and cost >= best[0]):
+                best, below = (place, hi if hi - lo - room < least else lo + room, -1, 1), max(busy[node], out)
+            for load, part in of.relays.cheapest(lo, target, deeper_s, below) if of.relays is not None else ():
+                if part.node == demand.node:
                     continue
                 each = max(nic[part.node], nic[demand.node]) * width
                 room = int(min((target - busy[part.node]) / each, (target - load) / (pcie[part.node] * width)))
                 stop = min(part.hi, hi, lo + room)
                 if stop - lo >= least:
-                    best = (cost, part.place, stop, part.stripe, part.depth + 1)
+                    best = part.place, stop, part.stripe, part.depth + 1
+                    break
             if best is not None:
-                return best[1:]
+                return best
             # No port ends in time: all of them must last longer.
             self.target_s *= 1.02
 
@@ -339,10 +342,12 @@ class _Router:
         num_bytes = (hi - lo) * self.widths[table]
         link, out_rate, in_rate, nic_rate = self.links.rates(src, dst)
         ports, num_devices = self.ports, self.num_devices
-        ports.gpu_out[src % num_devices] += num_bytes * out_rate
-        ports.gpu_in[dst % num_devices] += num_bytes * in_rate
+        if link != LOCAL:
+            ports.gpu_out[src % num_devices] += num_bytes * out_rate
+            ports.gpu_in[dst % num_devices] += num_bytes * in_rate
         if link == INTER:
-            ports.nic_out[self.links.node(src)] += num_bytes * nic_rate
-            ports.nic_in[self.links.node(dst)] += num_bytes * nic_rate
-        self.stripes.append(Stripe(src, dst, table, region, lo, hi, link, parent))
+            node_of = self.links.node_of
+            ports.nic_out[node_of[src % num_devices]] += num_bytes * nic_rate
+            ports.nic_in[node_of[dst % num_devices]] += num_bytes * nic_rate
+        self.stripes.append(Stripe(src, dst, table, region, lo, hi, LINK_NUMBER[link], parent))
         return len(self.stripes) - 1

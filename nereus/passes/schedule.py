@@ -8,20 +8,21 @@ one after another left ports idle half of the time, whatever the size of the pie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
 from dataclasses import dataclass
 from math import sqrt
 
 import numpy as np
 import numpy.typing as npt
 
+from nereus.ir.columns import runs
 from nereus.ir.layout import IntArray
-from nereus.ir.schedule import MoveColumns, Schedule, expand_slices, posted_bytes
-from nereus.ir.transition import Move
+from nereus.ir.moves import Moves
+from nereus.ir.schedule import Schedule, expand_slices, posted_bytes
 from nereus.ir.units import KIB, MIB
 from nereus.models.priors import HOST_COPY_BYTES_PER_S, MESSAGE_S
 from nereus.passes.links import Links
-from nereus.passes.route import Routed, relay_depths
+from nereus.passes.route import Routed
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -47,67 +48,64 @@ class WaveSchedule:
     def apply(self, routed: Routed) -> Schedule:
         moves = routed.moves
         num_devices = routed.links.num_devices
-        columns = MoveColumns.of(moves)
-        quantum = np.array([m.num_bytes // m.intervals.numel for m in moves], dtype=np.int64)
-        depth = relay_depths(moves)
-        count = self._first_count(routed, columns, max(depth, default=0))
-        least = self.min_slice_bytes
+        count = self._first_count(routed)
+        least, widest = self.min_slice_bytes, int(moves.width.max(initial=0))
         while True:
-            wave, slices = slice_moves(moves, columns, quantum, count, least, num_devices)
+            wave, slices = slice_moves(moves, count, least, num_devices)
             num_waves = int((wave + slices).max(initial=0))
-            part = expand_slices(columns.num_bytes, wave, slices, quantum)
-            sent, received = posted_bytes(columns, part, num_devices, num_waves)
+            sent, received = posted_bytes(moves, expand_slices(moves, wave, slices), num_devices, num_waves)
             most = max(int(sent.max(initial=0)), int(received.max(initial=0)))
             # Beyond single elements more waves still help: they spread the small moves.
-            if most <= max(self.window_bytes, int(quantum.max(initial=0))) or count > MOST_WAVES:
+            if most <= max(self.window_bytes, widest) or count > MOST_WAVES:
                 break
             count, least = max(count + 1, int(count * _MORE_WAVES)), min(least // 4, self.window_bytes // 64)
-        waves, counts = tuple(wave.tolist()), tuple(slices.tolist())
         return Schedule(
             mode="reversible",
             moves=moves,
-            wave=waves,
-            slices=counts,
+            wave=wave,
+            slices=slices,
             num_waves=num_waves,
             window_bytes=self.window_bytes,
             acquire={},
             release={},
-            transfer_s=transfer_seconds(moves, waves, counts, routed.links),
+            transfer_s=transfer_seconds(moves, wave, slices, routed.links),
         )
 
-    def _first_count(self, routed: Routed, columns: MoveColumns, depth: int) -> int:
+    def _first_count(self, routed: Routed) -> int:
         """Waves that cost least: filling the pipeline costs depth / W of the transfer, posting W messages."""
+        moves, num_devices = routed.moves, routed.links.num_devices
+        depth = int(moves.depth.max(initial=0))
         best = sqrt(routed.ports.busiest_s * max(depth - 1, 1) / (2 * MESSAGE_S))
-        crossing = columns.crosses > 0
         heaviest = 0
-        for ends in (columns.src, columns.dst):
-            load = np.zeros(routed.links.num_devices, dtype=np.int64)
-            np.add.at(load, (ends % routed.links.num_devices)[crossing], columns.num_bytes[crossing])
+        for ends in (moves.src, moves.dst):
+            load = np.bincount(ends % num_devices, weights=np.where(moves.crosses, moves.num_bytes, 0))
             heaviest = max(heaviest, int(load.max(initial=0)))
         return max(1, min(int(best), self.max_waves), -(-heaviest // self.window_bytes))
 
 
-def slice_moves(
-    moves: Sequence[Move], columns: MoveColumns, quantum: IntArray, count: int, least: int, num_devices: int
-) -> tuple[IntArray, IntArray]:
+def slice_moves(moves: Moves, count: int, least: int, num_devices: int) -> tuple[IntArray, IntArray]:
     """(first wave, slices) of every move, for about ``count`` waves with slices of at least ``least`` bytes.
 
     Moves that are too small for ``count`` slices are spread over the waves, source by source.
     """
-    size = columns.num_bytes
-    slices = np.clip(size // max(least, 1), 1, np.minimum(count, size // np.maximum(quantum, 1)))
-    spread = _spread(columns.src % num_devices, size, slices, count)
-    known_wave, known_slices = spread.tolist(), slices.tolist()
-    for number, move in enumerate(moves):
-        if not move.after:
-            continue
-        first = move.after[0]
-        if len(move.after) == 1 and moves[first].intervals is move.intervals:
-            known_slices[number] = known_slices[first]
-            known_wave[number] = known_wave[first] + 1
-        else:
-            known_wave[number] = max(known_wave[a] + known_slices[a] for a in move.after)
-    return np.array(known_wave, dtype=np.int64), np.array(known_slices, dtype=np.int64)
+    size = moves.num_bytes
+    slices = np.clip(size // max(least, 1), 1, np.minimum(count, moves.numel))
+    wave = _spread(moves.src % num_devices, size, slices, count)
+    # Relays by depth: those before are settled when their turn comes.
+    relays = np.flatnonzero(moves.after_counts)
+    relays = relays[np.argsort(moves.depth[relays], kind="stable")]
+    levels = np.flatnonzero(np.diff(moves.depth[relays], prepend=0, append=0))
+    for begin, end in itertools.pairwise(levels.tolist()):
+        mine = relays[begin:end]
+        counts = moves.after_counts[mine]
+        at, within = runs(counts)
+        before = moves.after[moves.after_first[mine][at] + within]
+        first = before[np.cumsum(counts) - counts]
+        alike = (counts == 1) & (moves.region[first] == moves.region[mine])
+        complete = np.maximum.reduceat(wave[before] + slices[before], np.cumsum(counts) - counts)
+        wave[mine] = np.where(alike, wave[first] + 1, complete)
+        slices[mine] = np.where(alike, slices[first], slices[mine])
+    return wave, slices
 
 
 def _spread(source: IntArray, size: IntArray, slices: IntArray, count: int) -> IntArray:
@@ -128,32 +126,23 @@ def _spread(source: IntArray, size: IntArray, slices: IntArray, count: int) -> I
     return np.clip(wave, 0, np.maximum(count - slices, 0))
 
 
-def transfer_seconds(
-    moves: Sequence[Move],
-    first_wave: Sequence[int],
-    num_slices: Sequence[int],
-    links: Links,
-    *,
-    agreed: bool = False,
-) -> float:
+def transfer_seconds(moves: Moves, wave: IntArray, slices: IntArray, links: Links, *, agreed: bool = False) -> float:
     """Predicted seconds from the first byte to the last.
 
     Slices of one wave are posted together and share ports as fluids: a port is done with a wave when it has carried
     the wave's bytes, starting when the first of the ranks involved is ready. A rank starts a wave when its part of
     the one before is done, or (``agreed``, tight mode) when all have said that theirs is.
     """
-    if not moves:
+    if not len(moves):
         return 0.0
     num_devices = links.num_devices
-    wave, slices = np.array(first_wave, dtype=np.int64), np.array(num_slices, dtype=np.int64)
-    columns = MoveColumns.of(moves)
-    src, dst = columns.src, columns.dst
-    ports, seconds = _port_costs(src, dst, columns.num_bytes, links)
-    seconds /= slices[:, None]
-    ranks = np.stack((src % num_devices, dst % num_devices), axis=1)
+    src, dst = moves.src, moves.dst
+    ports, seconds = _port_costs(src, dst, moves.num_bytes, links)
+    seconds /= slices
+    src, dst = src % num_devices, dst % num_devices
     # Rows of the moves that are on their way in each wave.
-    row = np.repeat(np.arange(len(moves), dtype=np.int64), slices)
-    at = wave[row] + np.arange(len(row)) - np.repeat(np.cumsum(slices) - slices, slices)
+    row, part = runs(slices)
+    at = wave[row] + part
     order = np.argsort(at, kind="stable")
     bounds = np.searchsorted(at[order], np.arange(int(at.max()) + 2))
     ready = np.zeros(num_devices)
@@ -163,23 +152,24 @@ def transfer_seconds(
         chosen = row[order[first:last]]
         if not len(chosen):
             continue
-        begin = ready[ranks[chosen]].max(axis=1)
-        used = ports[chosen]
+        begin = np.maximum(ready[src[chosen]], ready[dst[chosen]])
+        used = ports[:, chosen].reshape(-1)
         start = np.full(num_ports, np.inf)
-        np.minimum.at(start, used, begin[:, None])
-        busy = np.bincount(used.reshape(-1), weights=seconds[chosen].reshape(-1), minlength=num_ports)
+        np.minimum.at(start, used, np.tile(begin, len(ports)))
+        busy = np.bincount(used, weights=seconds[:, chosen].reshape(-1), minlength=num_ports)
         touched = np.isfinite(start)
         done[touched] = np.maximum(done, start)[touched] + busy[touched]
         done[-1] = 0.0  # "no port" couples nothing
-        end = done[used].max(axis=1) + MESSAGE_S
-        np.maximum.at(ready, ranks[chosen], end[:, None])
+        end = done[used].reshape(len(ports), -1).max(axis=0) + MESSAGE_S
+        np.maximum.at(ready, src[chosen], end)
+        np.maximum.at(ready, dst[chosen], end)
         if agreed:
             ready[:] = ready.max() + MESSAGE_S
     return float(ready.max())
 
 
 def _port_costs(src: IntArray, dst: IntArray, num_bytes: IntArray, links: Links) -> tuple[IntArray, FloatArray]:
-    """Port numbers and seconds on them, both ``[moves, 4]``: device out, device in, NIC out (or a copy inside a
+    """Port numbers and seconds on them, both ``[4, moves]``: device out, device in, NIC out (or a copy inside a
     node's host memory), NIC in; the last number stands for no port."""
     num_devices, num_nodes = links.num_devices, len(links.nic)
     node_of = np.array(links.node_of, dtype=np.int64)
@@ -203,11 +193,10 @@ def _port_costs(src: IntArray, dst: IntArray, num_bytes: IntArray, links: Links)
             np.where(inter, first + src_node, np.where(copied, first + 2 * num_nodes + src_node, none)),
             np.where(inter, first + num_nodes + dst_node, none),
         ),
-        axis=1,
     )
     zero = np.zeros_like(nic_s)
     copy_s = num_bytes / HOST_COPY_BYTES_PER_S
     seconds: FloatArray = np.stack(
-        (out_s, in_s, np.where(inter, nic_s, np.where(copied, copy_s, zero)), np.where(inter, nic_s, zero)), axis=1
+        (out_s, in_s, np.where(inter, nic_s, np.where(copied, copy_s, zero)), np.where(inter, nic_s, zero))
     )
     return ports, seconds

@@ -32,6 +32,14 @@ class Share:
     def numel(self) -> IntArray:
         return self.stop - self.start
 
+    def rows(self, numbers: IntArray) -> Share:
+        """Where there are several, as rows: those."""
+        return Share(start=self.start[numbers], stop=self.stop[numbers], host=self.host[numbers])
+
+
+#: Devices whose storages are compared in one go.
+ROWS_AT_ONCE = 1024
+
 
 class SetShares:
     """Shares of one state set."""
@@ -40,32 +48,34 @@ class SetShares:
         self.state_set = state_set
         layout = state_set.bound.layout
         self.boxes: LocalBoxes = local_boxes(state_set.tensors, layout)
-        index = topology.index()
         self.coord_of_rank = layout.coord_of_rank()
         self.shard_of_rank = layout.shard_of_rank()
-        self.rank_of_device = {index[d]: rank for rank, d in enumerate(state_set.bound.ranks)}
-        self._shares: dict[tuple[object, int, int], Share] = {}
+        numbers = topology.numbers_of(state_set.bound.ranks).tolist()
+        self.rank_of_device = {device: rank for rank, device in enumerate(numbers)}
+        self._shares: dict[tuple[object, int], tuple[Share, IntArray]] = {}
         self._rules: dict[str, tuple[object, ...]] = {}
-        self._shards_of: dict[int, list[int]] = {}
-        for coord, shard in sorted(set(zip(self.coord_of_rank.tolist(), self.shard_of_rank.tolist(), strict=True))):
-            self._shards_of.setdefault(coord, []).append(shard)
 
     def class_of(self, device: int) -> tuple[int, int]:
         rank = self.rank_of_device[device]
         return int(self.coord_of_rank[rank]), int(self.shard_of_rank[rank])
 
     def share(self, slot: str, coord: int, shard: int) -> Share:
-        state_set = self.state_set
-        rule = self.rule(slot)
-        key = (rule, coord, shard)
+        every, row_of = self.shares(slot, coord)
+        row = int(row_of[shard])
+        return Share(start=every.start[row], stop=every.stop[row], host=every.host[row])
+
+    def shares(self, slot: str, coord: int) -> tuple[Share, IntArray]:
+        """(the different shares of a coordinate as rows, the row of every shard)."""
+        key = (self.rule(slot), coord)
         if key not in self._shares:
+            state_set = self.state_set
             absent = state_set.absent_mask(slot)
             found = shares_of(state_set.tensors, self.boxes, state_set.bound.layout, slot, coord, absent)
             host = state_set.host_mask(slot, coord, found.stop - found.start)
-            for row, number in enumerate(found.share.tolist()):
-                share = Share(start=found.start[row], stop=found.stop[row], host=host[row])
-                for each in self._shards_of[coord] if number < 0 else (number,):
-                    self._shares[rule, coord, each] = share
+            row_of = np.zeros(int(self.shard_of_rank.max()) + 1, dtype=np.int64)
+            if int(found.share[0]) >= 0:
+                row_of[found.share] = np.arange(len(found.share))
+            self._shares[key] = Share(start=found.start, stop=found.stop, host=host), row_of
         return self._shares[key]
 
     def rule(self, slot: str) -> tuple[object, ...]:
@@ -85,46 +95,27 @@ class SetShares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Total:
-    """Elements in one memory."""
+    """Elements of one (state set, slot) in memory spaces of one kind: those of ``device[i]`` lie in ``space[i]``."""
 
-    kept: int
-    old: int
-    new: int
-    largest_old: int
-    largest_new: int
+    device: IntArray
+    space: IntArray
+    kept: IntArray
+    old: IntArray
+    new: IntArray
+    largest_old: IntArray
+    largest_new: IntArray
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
     """Old against new of one (state set, slot) on a device: elements per tensor that stay, go and come, and which of
-    those before and after are in host memory."""
+    those before and after are in host memory. Or of many devices, as rows."""
 
     kept: IntArray
     old: IntArray  # not kept
     new: IntArray
     old_host: BoolArray
     new_host: BoolArray
-
-    @cached_property
-    def memories(self) -> tuple[tuple[bool, Total], ...]:
-        """(in host memory, what stays, goes and comes there), for memories with any."""
-        found = []
-        split = bool(self.old_host.any() or self.new_host.any())
-        for host in (False, True) if split else (False,):
-            kept, old, new = self.kept, self.old, self.new
-            if split:
-                before, after = (self.old_host == host), (self.new_host == host)
-                kept, old, new = kept[after], old[before], new[after]
-            total = Total(
-                kept=int(kept.sum()),
-                old=int(old.sum()),
-                new=int(new.sum()),
-                largest_old=int(old.max(initial=0)),
-                largest_new=int(new.max(initial=0)),
-            )
-            if total.kept or total.old or total.new:
-                found.append((host, total))
-        return tuple(found)
 
 
 class StorageMap:
@@ -153,38 +144,110 @@ class StorageMap:
 
     def fit(self, stage: str, slot: str, device: int) -> Fit:
         """A storage stays where device, box, range, dtype and memory are the same before and after."""
-        old, new = self.old.get(stage), self.new.get(stage)
-        old_slot = old.state_set.slot(slot) if old is not None and device in old.rank_of_device else None
-        new_slot = new.state_set.slot(slot) if new is not None and device in new.rank_of_device else None
-        alike = old_slot is not None and new_slot is not None and old_slot.dtype == new_slot.dtype
-        old_class = old.class_of(device) if old is not None and old_slot is not None else None
-        new_class = new.class_of(device) if new is not None and new_slot is not None else None
-        key = (
-            stage,
-            old_class and old and (old.rule(slot), old_class),
-            new_class and new and (new.rule(slot), new_class),
-            alike,
-        )
+        old, new = (self._lies(side.get(stage), slot, device) for side in (self.old, self.new))
+        rules = (side[stage].rule(slot) if stage in side else None for side in (self.old, self.new))
+        key = (stage, self._alike(stage, slot), *rules, old, new)
         if key not in self._fits:
-            before = old.share(slot, *old_class) if old is not None and old_class is not None else None
-            after = new.share(slot, *new_class) if new is not None and new_class is not None else None
-            same = None
-            in_place = alike and old and new and old.state_set.owner == new.state_set.owner
-            if in_place and old and new and old_class and new_class and before and after:
-                same = (before.start == after.start) & (before.stop == after.stop) & (before.host == after.host)
-                for bound in ("row_lo", "row_hi", "col_lo", "col_hi"):
-                    same &= getattr(old.boxes, bound)[old_class[0]] == getattr(new.boxes, bound)[new_class[0]]
-            self._fits[key] = self._fit(stage, before, after, same)
+            one = self._compared(stage, slot, *(at and (at[0], np.array([at[1]])) for at in (old, new)))
+            columns = (one.kept, one.old, one.new, one.old_host, one.new_host)
+            kept, before, after, old_host, new_host = (column[0] for column in columns)
+            self._fits[key] = Fit(kept=kept, old=before, new=after, old_host=old_host, new_host=new_host)
         return self._fits[key]
 
-    def _fit(self, stage: str, before: Share | None, after: Share | None, same: BoolArray | None) -> Fit:
-        shares = self.new.get(stage) or self.old[stage]
-        empty = np.zeros(len(shares.state_set.tensors), dtype=np.int64)
-        old = before.numel if before is not None else empty
-        new = after.numel if after is not None else empty
-        kept = empty if same is None else np.where(same, new, 0)
-        hosts = [share.host if share is not None else np.zeros(len(empty), dtype=bool) for share in (before, after)]
-        return Fit(kept=kept, old=old - kept, new=new - kept, old_host=hosts[0], new_host=hosts[1])
+    @staticmethod
+    def _lies(shares: SetShares | None, slot: str, device: int) -> tuple[int, int] | None:
+        """(coordinate, row of its shares) of the device, None where it has nothing."""
+        if shares is None or shares.state_set.slot(slot) is None or device not in shares.rank_of_device:
+            return None
+        coord, shard = shares.class_of(device)
+        return coord, int(shares.shares(slot, coord)[1][shard])
+
+    def _alike(self, stage: str, slot: str) -> bool:
+        """Whether storages can stay: the same processes, the same dtype."""
+        old, new = self.old.get(stage), self.new.get(stage)
+        if old is None or new is None or old.state_set.owner != new.state_set.owner:
+            return False
+        before, after = old.state_set.slot(slot), new.state_set.slot(slot)
+        return before is not None and after is not None and before.dtype == after.dtype
+
+    def _compared(
+        self, stage: str, slot: str, old: tuple[int, IntArray] | None, new: tuple[int, IntArray] | None
+    ) -> Fit:
+        """``old``, ``new``: coordinate, and rows of its shares; one of both per row of the result."""
+        parts = [
+            side[stage].shares(slot, at[0])[0].rows(at[1]) if at is not None else None
+            for side, at in ((self.old, old), (self.new, new))
+        ]
+        before, after = parts
+        some = before or after
+        assert some is not None
+        nothing = np.zeros_like(some.start)
+        had = before.numel if before is not None else nothing
+        gets = after.numel if after is not None else nothing
+        kept = nothing
+        if before is not None and after is not None and self._alike(stage, slot):
+            same = (before.start == after.start) & (before.stop == after.stop) & (before.host == after.host)
+            assert old is not None and new is not None
+            was, becomes = self.old[stage].boxes, self.new[stage].boxes
+            for bound in ("row_lo", "row_hi", "col_lo", "col_hi"):
+                same &= getattr(was, bound)[old[0]] == getattr(becomes, bound)[new[0]]
+            kept = np.where(same, gets, 0)
+        hosts = [part.host if part is not None else np.zeros(nothing.shape, dtype=bool) for part in parts]
+        return Fit(kept=kept, old=had - kept, new=gets - kept, old_host=hosts[0], new_host=hosts[1])
+
+    def totals(self, stage: str, slot: str) -> Iterator[Total]:
+        """Of all devices of the stage; what two of them compare alike is compared once."""
+        devices = np.array(self.devices_of(stage), dtype=np.int64)
+        sides = [self._all_lie(side.get(stage), slot, devices) for side in (self.old, self.new)]
+        (old_coord, old_row), (new_coord, new_row) = sides
+        pairs = np.stack((old_coord, new_coord), axis=1)
+        for coords in np.unique(pairs[(pairs >= 0).any(axis=1)], axis=0).tolist():
+            mine = np.flatnonzero((pairs == coords).all(axis=1))
+            rows, kind = np.unique(np.stack((old_row[mine], new_row[mine]), axis=1), axis=0, return_inverse=True)
+            kind = kind.reshape(-1)
+            for first in range(0, len(rows), ROWS_AT_ONCE):
+                part = rows[first : first + ROWS_AT_ONCE]
+                old, new = ((c, part[:, i]) if c >= 0 else None for i, c in enumerate(coords))
+                chosen = (kind >= first) & (kind < first + len(part))
+                fit = self._compared(stage, slot, old, new)
+                yield from self._total(fit, kind[chosen] - first, devices[mine[chosen]])
+
+    def _total(self, fit: Fit, row: IntArray, device: IntArray) -> Iterator[Total]:
+        """``row``: of ``fit``, per device."""
+        topology = self.topology
+        split = bool(fit.old_host.any() or fit.new_host.any())
+        for host in (False, True) if split else (False,):
+            kept, old, new = fit.kept, fit.old, fit.new
+            if split:
+                kept, new = (np.where(fit.new_host == host, column, 0) for column in (kept, new))
+                old = np.where(fit.old_host == host, old, 0)
+            sums = [column.sum(axis=1)[row] for column in (kept, old, new)]
+            largest = [column.max(axis=1, initial=0)[row] for column in (old, new)]
+            space = topology.num_devices + topology.node_of[device] if host else device
+            yield Total(
+                device=device,
+                space=space,
+                kept=sums[0],
+                old=sums[1],
+                new=sums[2],
+                largest_old=largest[0],
+                largest_new=largest[1],
+            )
+
+    @staticmethod
+    def _all_lie(shares: SetShares | None, slot: str, devices: IntArray) -> tuple[IntArray, IntArray]:
+        """(coordinate, row of its shares) of every device, -1 where it has nothing."""
+        coord, row = np.full_like(devices, -1), np.full_like(devices, -1)
+        if shares is None or shares.state_set.slot(slot) is None:
+            return coord, row
+        rank = np.array([shares.rank_of_device.get(device, -1) for device in devices.tolist()], dtype=np.int64)
+        there = rank >= 0
+        coord[there] = shares.coord_of_rank[rank[there]]
+        shard = shares.shard_of_rank[rank]
+        for number in np.unique(coord[there]).tolist():
+            mine = coord == number
+            row[mine] = shares.shares(slot, number)[1][shard[mine]]
+        return coord, row
 
     def devices_of(self, stage: str) -> tuple[int, ...]:
         """Living devices that have a part of the stage before or after."""

@@ -1,24 +1,32 @@
 """Stripes: what route decides, as ranges of a region's elements, and their translation into moves.
 
 A relay sends on, slice by slice, what it receives; so it must carry exactly what one move brought. Where a relay wants
-only a part of a stripe, the stripe is cut there, and with it whatever else relays it.
+only a part of a stripe, the stripe is cut there, and with it whatever else relays it. Most stripes are carried on as
+they are: only the families (a stripe and all that relays it, directly or not) in which one is not are looked at one by
+one.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
+from nereus.ir.columns import runs
 from nereus.ir.intervals import Intervals
+from nereus.ir.layout import IntArray
+from nereus.ir.moves import Moves, Regions
 from nereus.ir.transition import Move
 
 
 class Stripe(NamedTuple):
     """Elements ``lo..hi`` of region ``region`` (in its own order) from place ``src`` to place ``dst``; ``parent``:
-    the earlier stripe that brought (at least) them to ``src``, -1 where ``src`` holds them."""
+    the earlier stripe that brought (at least) them to ``src``, -1 where ``src`` holds them. ``link``: position in
+    ``LINKS``."""
 
     src: int
     dst: int
@@ -26,95 +34,121 @@ class Stripe(NamedTuple):
     region: int
     lo: int
     hi: int
-    link: str
+    link: int
     parent: int
 
 
-def to_moves(stripes: Sequence[Stripe], regions: Sequence[Intervals], widths: Sequence[int]) -> list[Move]:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Columns:
+    """Stripes as columns."""
+
+    src: IntArray
+    dst: IntArray
+    table: IntArray
+    region: IntArray
+    lo: IntArray
+    hi: IntArray
+    link: IntArray
+    parent: IntArray
+
+
+def to_moves(stripes: Sequence[Stripe], regions: Sequence[Intervals], widths: Sequence[int]) -> Moves:
     """``widths``: bytes per element of each table."""
-    cuts = _cuts(stripes)
-    by_region: dict[int, set[int]] = {}
-    for stripe, inner in zip(stripes, cuts, strict=True):
-        by_region.setdefault(stripe.region, set()).update((stripe.lo, stripe.hi, *inner))
-    parts = {region: _Parts(regions[region], sorted(points)) for region, points in by_region.items()}
-    moves: list[Move] = []
-    first: list[int] = []  # per stripe: its first move; the others follow
-    for stripe, inner in zip(stripes, cuts, strict=True):
-        first.append(len(moves))
-        points = (stripe.lo, *inner, stripe.hi)
-        above = -1
-        if stripe.parent >= 0:
-            # The parent is cut at least where this stripe begins: count its cuts up to there.
-            above = first[stripe.parent] + bisect_right(cuts[stripe.parent], stripe.lo)
-        for offset in range(len(points) - 1):
-            lo, hi = points[offset], points[offset + 1]
-            intervals = parts[stripe.region].between(lo, hi)
-            after = (above + offset,) if above >= 0 else ()
-            num_bytes = (hi - lo) * widths[stripe.table]
-            moves.append(Move(stripe.src, stripe.dst, stripe.table, intervals, num_bytes, stripe.link, after))
-    return moves
+    flat = np.fromiter(chain.from_iterable(stripes), dtype=np.int64, count=8 * len(stripes))
+    columns = _Columns(*flat.reshape(-1, 8).T.copy())
+    cuts, above = _cuts(columns)
+    pieces = np.ones(len(stripes), dtype=np.int64)
+    for number, points in cuts.items():
+        pieces[number] += len(points)
+    owner, within = runs(pieces)
+    first = np.cumsum(pieces) - pieces
+    lo, hi = columns.lo[owner], columns.hi[owner]
+    for number, points in cuts.items():
+        at = int(first[number])
+        lo[at + 1 : at + 1 + len(points)] = hi[at : at + len(points)] = points
+    # The parent may be cut before this stripe begins.
+    skipped = np.zeros(len(stripes), dtype=np.int64)
+    for number, count in above.items():
+        skipped[number] = count
+    parent = columns.parent[owner]
+    after = (first[parent] + skipped[owner] + within)[parent >= 0]
+    region, carried = _cut_out(Regions.of(regions), columns.region[owner], lo, hi)
+    table = columns.table[owner]
+    return Moves(
+        src=columns.src[owner],
+        dst=columns.dst[owner],
+        table=table,
+        region=region,
+        num_bytes=(hi - lo) * np.array(widths, dtype=np.int64)[table],
+        link=columns.link[owner],
+        slots=np.full(len(owner), -1, dtype=np.int64),
+        after_first=np.concatenate(([0], np.cumsum(parent >= 0))),
+        after=after,
+        regions=carried,
+    )
 
 
-def _cuts(stripes: Sequence[Stripe]) -> list[Sequence[int]]:
-    """Where each stripe is cut inside, ascending: at the borders and cuts of whatever relays it, and where its own
-    parent is cut."""
+def _cuts(stripes: _Columns) -> tuple[dict[int, Sequence[int]], dict[int, int]]:
+    """Where stripes are cut inside, ascending: at the borders and cuts of whatever relays them, and where their own
+    parent is cut. And how many cuts of its parent lie before a stripe. Only where there are any."""
+    parent = stripes.parent
+    relays = parent >= 0
+    differs = relays & ((stripes.lo != stripes.lo[parent]) | (stripes.hi != stripes.hi[parent]))
+    if not differs.any():
+        return {}, {}
+    root = np.where(relays, parent, np.arange(len(parent)))
+    while not np.array_equal(root, root[root]):
+        root = root[root]
+    apart = np.zeros(len(parent), dtype=bool)
+    apart[root[differs]] = True
+    family = np.flatnonzero(apart[root]).tolist()
+    lows, highs, parents = stripes.lo.tolist(), stripes.hi.tolist(), parent.tolist()
     found: dict[int, set[int]] = {}
-    for number in range(len(stripes) - 1, -1, -1):
-        stripe = stripes[number]
-        if stripe.parent >= 0:
-            above = stripes[stripe.parent]
+    for number in reversed(family):
+        up, lo, hi = parents[number], lows[number], highs[number]
+        if up >= 0:
             inner = found.get(number)
-            if inner is not None or stripe.lo != above.lo or stripe.hi != above.hi:
-                points = (stripe.lo, stripe.hi, *(inner or ()))
-                found.setdefault(stripe.parent, set()).update(p for p in points if above.lo < p < above.hi)
-    result: list[Sequence[int]] = []
-    for number, stripe in enumerate(stripes):
-        cuts: Sequence[int] = sorted(found[number]) if number in found else ()
-        above_cuts = result[stripe.parent] if stripe.parent >= 0 else ()
-        if above_cuts:
-            inside = above_cuts[bisect_right(above_cuts, stripe.lo) : bisect_left(above_cuts, stripe.hi)]
-            if inside:
-                cuts = sorted({*cuts, *inside})
-        result.append(cuts)
-    return result
+            if inner is not None or lo != lows[up] or hi != highs[up]:
+                points = (lo, hi, *(inner or ()))
+                found.setdefault(up, set()).update(p for p in points if lows[up] < p < highs[up])
+    cuts: dict[int, Sequence[int]] = {}
+    above: dict[int, int] = {}
+    for number in family:
+        own = found.get(number, set())
+        up_cuts = cuts.get(parents[number], ())
+        if up_cuts:
+            before = bisect_right(up_cuts, lows[number])
+            above[number] = before
+            own |= {*up_cuts[before : bisect_left(up_cuts, highs[number])]}
+        if own:
+            cuts[number] = sorted(own)
+    return cuts, above
 
 
-class _Parts:
-    """A region cut at all points that its stripes need; whatever lies between two of them is one object, however many
-    moves carry it."""
-
-    def __init__(self, region: Intervals, points: list[int]) -> None:
-        numel = region.numel
-        inner = [p for p in points if 0 < p < numel]
-        self.region = region
-        self.begin = [0, *inner]
-        self.pieces = region.cut_at(inner) if inner else [region]
-        self.known: dict[tuple[int, int], Intervals] = {}
-
-    def between(self, lo: int, hi: int) -> Intervals:
-        key = (lo, hi)
-        if key not in self.known:
-            first, last = bisect_left(self.begin, lo), bisect_left(self.begin, hi)
-            whole = last - first == len(self.pieces)
-            if whole:
-                self.known[key] = _ascending(self.region)
-            elif last - first == 1:
-                self.known[key] = _ascending(self.pieces[first])
-            else:
-                piece = self.region.cut_at([p for p in (lo, hi) if 0 < p < self.region.numel])[lo > 0]
-                self.known[key] = _ascending(piece)
-        return self.known[key]
+def _cut_out(regions: Regions, region: IntArray, lo: IntArray, hi: IntArray) -> tuple[IntArray, Regions]:
+    """Elements ``lo..hi`` of each ``region``: the number of each result, and the results, equal ones once, each
+    sorted by place (a region may be laid out in another order)."""
+    # Positions in all regions laid end to end: a pair of them names a result.
+    begin = np.concatenate(([0], np.cumsum(regions.numel)))
+    lows, low = np.unique(begin[region] + lo, return_inverse=True)
+    highs, high = np.unique(begin[region] + hi, return_inverse=True)
+    _, example, number = np.unique(low * len(highs) + high, return_index=True, return_inverse=True)
+    at, to = lows[low[example]], highs[high[example]]
+    size = regions.stop - regions.start
+    ends = np.cumsum(size)
+    first = np.searchsorted(ends, at, side="right")
+    last = np.searchsorted(ends - size, to, side="left")
+    owner, within = runs(last - first)
+    row = first[owner] + within
+    cell = regions.cell[row]
+    start = regions.start[row] + np.maximum(at[owner] - (ends - size)[row], 0)
+    stop = regions.stop[row] - np.maximum(ends[row] - to[owner], 0)
+    order = np.lexsort((start, cell, owner))
+    bounds = np.concatenate(([0], np.cumsum(last - first)))
+    return number, Regions(bounds, cell[order], start[order], stop[order])
 
 
-def _ascending(part: Intervals) -> Intervals:
-    """Sorted by place: a region may be laid out in another order."""
-    if bool((np.diff(part.cell) > 0).all()):
-        return part
-    order = np.lexsort((part.start, part.cell))
-    return Intervals(part.cell[order], part.start[order], part.stop[order])
-
-
-def cut_moves(moves: Sequence[Move], most_bytes: int) -> list[Move]:
+def cut_moves(moves: Moves, most_bytes: int) -> Moves:
     """The same moves cut into equal parts of at most ``most_bytes``. A relay is cut as what it relays."""
     result: list[Move] = []
     parts: dict[tuple[int, int], list[Intervals]] = {}
@@ -139,4 +173,4 @@ def cut_moves(moves: Sequence[Move], most_bytes: int) -> list[Move]:
                 Move(move.src, move.dst, move.table, piece, piece.numel * width, move.link, after, move.slots)
             )
         children.append(range(first, len(result)))
-    return result
+    return Moves.of(result)

@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from nereus.ir.holdings import Topology
+from nereus.ir.layout import IntArray
+from nereus.ir.moves import Moves
 from nereus.ir.schedule import Schedule, StorageKey
 from nereus.ir.transition import LOCAL, Move
 from nereus.models.priors import MESSAGE_S
@@ -388,32 +390,29 @@ class _Run:
     def _schedule(self) -> Schedule:
         order = sorted(range(len(self.moves)), key=lambda i: (self.move_wave[i], i))
         position = {number: at for at, number in enumerate(order)}
-        ordered = tuple(replace(m, after=tuple(position[a] for a in m.after)) for m in (self.moves[i] for i in order))
-        waves = tuple(self.move_wave[i] for i in order)
-        ones = (1,) * len(waves)
+        ordered = [replace(m, after=tuple(position[a] for a in m.after)) for m in (self.moves[i] for i in order)]
+        waves = np.array([self.move_wave[i] for i in order], dtype=np.int64)
         return Schedule(
             mode="tight",
-            moves=ordered,
+            moves=Moves.of(ordered),
             wave=waves,
-            slices=ones,
+            slices=np.ones_like(waves),
             num_waves=self.wave,
             window_bytes=self.window_bytes,
             acquire={unit.key: wave for unit, wave in zip(self.units, self.acquired, strict=True)},
             release={old.key: wave for old, wave in zip(self.olds, self.released, strict=True)},
             staged={self.olds[number].key: waves for number, waves in self.staged.items()},
-            transfer_s=transfer_seconds(*self._with_staging(ordered, waves), self.links, agreed=True),
+            transfer_s=self._seconds(ordered, waves),
         )
 
-    def _with_staging(self, moves: tuple[Move, ...], waves: tuple[int, ...]) -> tuple[list[Move], list[int], list[int]]:
-        """The moves and, for their time, what goes to host memory."""
-        every = [(move, wave) for move, wave in zip(moves, waves, strict=True)]
-        if self.staged and moves:
-            for number, (wave, _) in self.staged.items():
-                old = self.olds[number]
-                device, host = old.key[0], old.key[0] + self.num_devices
-                link = self.links.link(device, host)
-                every.append((replace(moves[0], src=device, dst=host, num_bytes=old.num_bytes, link=link), wave))
-        return [m for m, _ in every], [w for _, w in every], [1] * len(every)
-
-
-__all__ = ["Stuck", "split_by_storage", "tight_schedule"]
+    def _seconds(self, moves: list[Move], wave: IntArray) -> float:
+        """Of the moves and of what goes to host memory."""
+        every, waves = list(moves), wave.tolist()
+        for number, (at, _) in self.staged.items() if moves else ():
+            old = self.olds[number]
+            device, host = old.key[0], old.key[0] + self.num_devices
+            link = self.links.link(device, host)
+            every.append(replace(moves[0], src=device, dst=host, num_bytes=old.num_bytes, link=link))
+            waves.append(at)
+        first = np.array(waves, dtype=np.int64)
+        return transfer_seconds(Moves.of(every), first, np.ones_like(first), self.links, agreed=True)

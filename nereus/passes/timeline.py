@@ -24,6 +24,8 @@ from nereus.passes.timeline_problem import (
     CoarseOp,
     CoarseProblem,
     TimelineOptions,
+    held_on_devices,
+    limits,
 )
 
 
@@ -199,24 +201,27 @@ def _serial_s(ops: Sequence[CoarseOp]) -> float:
 def _merge_alike(ops: Sequence[CoarseOp], base: IntArray, capacity: IntArray) -> tuple[list[CoarseOp], list[int]]:
     """Replicas of one operation on devices to which the same happens, as one on the first's devices; and which of the
     merged operations each is."""
-    on_device: dict[int, list[tuple[object, ...]]] = {}
 
     def shape(op: CoarseOp) -> tuple[object, ...]:
         return (op.kind, op.stage, op.seconds, op.background, op.rank)
 
-    for op in ops:
-        for at, device in enumerate(op.devices):
-            sizes = (op.running_bytes[at] if op.running_bytes else 0, op.after_bytes[at] if op.after_bytes else 0)
-            on_device.setdefault(device, []).append((*shape(op), sizes))
-    kind_of: dict[int, tuple[object, ...]] = {
-        device: (int(capacity[device] - base[device]), *sorted(map(repr, found))) for device, found in on_device.items()
-    }
+    # Devices with one number are alike: the same happens, and memory is no limit, or the same limit.
+    numbers: dict[object, int] = {}
+    kind_of: dict[int, int] = {}
+    shapes = [numbers.setdefault(shape(op), len(numbers)) for op in ops]
+    for device, held in held_on_devices(ops).items():
+        room = int(capacity[device] - base[device])
+        happens = sorted(shapes[h.number] for h in held)
+        sides = ([h for h in held if ops[h.number].background == side] for side in (False, True))
+        limited = any(limits(side, room) for side in sides)
+        sizes = sorted((shapes[h.number], h.running, h.rest) for h in held) if limited else []
+        kind_of[device] = numbers.setdefault((room if limited else 0, *happens, *sizes), len(numbers))
     index: dict[tuple[object, ...], int] = {}
     first_with: dict[int, int] = {}
     merged: list[CoarseOp] = []
     member: list[int] = []
     for number, op in enumerate(ops):
-        key = (*shape(op), tuple(sorted(map(repr, (kind_of[d] for d in op.devices)))))
+        key = (*shape(op), tuple(sorted(kind_of[d] for d in op.devices)))
         at = index.setdefault(key, len(merged)) if op.kind in ("engine-start", "spawn") else len(merged)
         member.append(at)
         if at == len(merged):

@@ -43,16 +43,31 @@ class TimelineOptions:
     max_ops: int = 400
 
 
-def always_over(
-    ops: Sequence[CoarseOp], numbers: Sequence[int], device: int, base: IntArray, capacity: IntArray
-) -> bool:
-    """Whether one operation alone, or all of them at rest, exceed the device."""
-    rest = alone = 0
-    for n in numbers:
-        at = ops[n].devices.index(device)
-        rest += ops[n].after_bytes[at] if ops[n].after_bytes else 0
-        alone = max(alone, ops[n].running_bytes[at] if ops[n].running_bytes else 0)
-    return int(base[device]) + max(rest, alone) > int(capacity[device])
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What operation ``number`` holds on one device while it runs and afterwards, bytes."""
+
+    number: int
+    running: int
+    rest: int
+
+
+def held_on_devices(ops: Sequence[CoarseOp]) -> dict[int, list[Held]]:
+    found: dict[int, list[Held]] = {}
+    for number, op in enumerate(ops):
+        nothing = (0,) * len(op.devices)
+        sizes = zip(op.running_bytes or nothing, op.after_bytes or nothing, strict=True)
+        for device, (running, rest) in zip(op.devices, sizes, strict=True):
+            found.setdefault(device, []).append(Held(number, running, rest))
+    return found
+
+
+def limits(held: Sequence[Held], room: int) -> bool:
+    """Whether memory of a device with ``room`` bytes restricts when these operations run: they exceed it together, and
+    neither one alone nor all at rest do (which no order would help against)."""
+    if sum(max(h.running, h.rest) for h in held) <= room:
+        return False
+    return sum(h.rest for h in held) <= room and all(h.running <= room for h in held)
 
 
 class CoarseProblem:
@@ -63,35 +78,21 @@ class CoarseProblem:
         position = {n: at for at, n in enumerate(numbers)}
         self.after = [[position[a] for a in op.after if a in position] for op in self.ops]
         self.ticks = [round(op.seconds * TICKS) for op in self.ops]
-        on_device: dict[int, list[int]] = {}
-        for at, op in enumerate(self.ops):
-            for device in op.devices:
-                on_device.setdefault(device, []).append(at)
+        on_device = held_on_devices(self.ops)
         #: Sets of operations of which one runs at a time, each set once.
-        self.exclusive = sorted(
+        excluding = (
+            tuple(h.number for h in held if self.ops[h.number].kind in EXCLUSIVE) for held in on_device.values()
+        )
+        self.exclusive = sorted({group for group in excluding if len(group) > 1})
+        #: (room, ((operation, running, after), ...)) of devices that could be too full, each set once.
+        self.limits = sorted(
             {
-                tuple(at for at in found if self.ops[at].kind in EXCLUSIVE)
-                for found in on_device.values()
-                if sum(self.ops[at].kind in EXCLUSIVE for at in found) > 1
+                (int(room), tuple((h.number, h.running, h.rest) for h in held if h.running or h.rest))
+                for (device, held) in on_device.items()
+                for room in [capacity[device] - base[device]]
+                if limits(held, int(room))
             }
         )
-        #: (room, ((operation, running, after), ...)) of devices that could be too full, each set once.
-        limits: set[tuple[int, tuple[tuple[int, int, int], ...]]] = set()
-        for device, found in on_device.items():
-            rows = []
-            for at in found:
-                op = self.ops[at]
-                place = op.devices.index(device)
-                running = op.running_bytes[place] if op.running_bytes else 0
-                rest = op.after_bytes[place] if op.after_bytes else 0
-                if running or rest:
-                    rows.append((at, running, rest))
-            room = int(capacity[device] - base[device])
-            if sum(max(running, rest) for _, running, rest in rows) > room and not always_over(
-                self.ops, found, device, base, capacity
-            ):
-                limits.add((room, tuple(rows)))
-        self.limits = sorted(limits)
         self.groups_of: list[list[tuple[int, ...]]] = [[] for _ in self.ops]
         for group in self.exclusive:
             for at in group:

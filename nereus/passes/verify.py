@@ -16,7 +16,6 @@ from nereus.ir.holdings import Holdings, StateSet
 from nereus.ir.layout import Layout, layout_of
 from nereus.ir.plan import Plan, Stage
 from nereus.ir.schedule import Schedule, follows
-from nereus.ir.transition import LOCAL
 from nereus.passes.diff import Diff
 from nereus.passes.place import Placed
 from nereus.passes.route import Routed
@@ -112,16 +111,17 @@ def _diff_problem(difference: Diff) -> str | None:
 
 def _route_problem(routed: Routed) -> str | None:
     """Moves carry exactly the bound, and a relay follows what it relays."""
-    moved = sum(move.num_bytes for move in routed.moves if move.link != LOCAL)
+    moves = routed.moves
+    moved = int(moves.num_bytes[moves.crosses].sum())
     if moved != routed.bound.moved_bytes + routed.foregone_bytes:
         return f"{moved} bytes routed, {routed.bound.moved_bytes} demanded"
-    if any(before >= number for number, move in enumerate(routed.moves) for before in move.after):
+    relay, before = moves.relays
+    if bool((before >= relay).any()):
         return "a relay comes before what it relays"
     return None
 
 
 def _schedule_problem(schedule: Schedule) -> str | None:
-    for number, move in enumerate(schedule.moves):
-        if not all(follows(schedule, before, number) for before in move.after):
-            return f"move {number} relays in the wave in which it receives"
-    return None
+    relay, before = schedule.moves.relays
+    bad = np.flatnonzero(~follows(schedule, before, relay))
+    return f"move {int(relay[bad[0]])} relays in the wave in which it receives" if len(bad) else None

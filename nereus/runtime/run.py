@@ -155,7 +155,7 @@ def squeezed(transition: Transition, pipeline: Pipeline) -> Transition:
     schedule = tight_schedule(
         transition.diff,
         transition.storages,
-        replace(routed, moves=tuple(cut_moves(routed.moves, window_bytes))),
+        replace(routed, moves=cut_moves(routed.moves, window_bytes)),
         memory,
         transition.topology,
         window_bytes,

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from nereus.ir.columns import runs
 from nereus.ir.schedule import StorageKey
 from nereus.models.priors import MESSAGE_S, commit_s
 from nereus.passes.compiled import Transition
@@ -75,14 +76,11 @@ def job_of(transition: Transition, costs: Costs | None = None) -> TransitionJob:
 def expand(transition: Transition) -> tuple[IntArray, IntArray]:
     """(rows ``[n, 3]`` of move, slice, wave; bytes of each)."""
     schedule = transition.schedule
-    slices = np.array(schedule.slices, dtype=np.int64)
-    move = np.repeat(np.arange(len(slices)), slices)
-    part = np.arange(len(move)) - np.repeat(np.cumsum(slices) - slices, slices)
-    wave = np.array(schedule.wave, dtype=np.int64)[move] + part
-    numel = np.array([m.intervals.numel for m in schedule.moves], dtype=np.int64)[move]
-    width = np.array([m.num_bytes // max(m.intervals.numel, 1) for m in schedule.moves], dtype=np.int64)[move]
-    count = slices[move]
-    size = (numel * (part + 1) // count - numel * part // count) * width
+    moves, slices = schedule.moves, schedule.slices
+    move, part = runs(slices)
+    wave = schedule.wave[move] + part
+    numel, count = moves.numel[move], slices[move]
+    size = (numel * (part + 1) // count - numel * part // count) * moves.width[move]
     return np.stack((move, part, wave), axis=1).reshape(-1, 3).astype(np.int64), size.astype(np.int64)
 
 
@@ -268,7 +266,7 @@ class _Transfer:
         self.schedule, self.num_devices = transition.schedule, build.num_devices
         self.node_of = np.asarray(transition.topology.node_of, dtype=np.int64)
         parts, sizes = expand(transition)
-        places = np.array([(m.src, m.dst) for m in self.schedule.moves], dtype=np.int64).reshape(-1, 2)
+        places = np.stack((self.schedule.moves.src, self.schedule.moves.dst), axis=1)
         keys = np.column_stack((parts[:, 2], places[parts[:, 0]]))  # (wave, src, dst)
         pairs, group = np.unique(keys, axis=0, return_inverse=True) if len(keys) else (keys, keys[:, 0])
         self.wave, self.src, self.dst = pairs[:, 0], pairs[:, 1], pairs[:, 2]

@@ -48,7 +48,7 @@ class Component:
 
 def components(transition: Transition) -> tuple[Component, ...]:
     """Stages of which a storage, or a device, comes or goes."""
-    storages, topology = transition.storages, transition.topology
+    storages = transition.storages
     copies = _copies(transition)
     found = []
     for stage in storages.stages:
@@ -57,15 +57,12 @@ def components(transition: Transition) -> tuple[Component, ...]:
         new = tuple(new_side.rank_of_device) if new_side is not None else ()
         arriving: dict[int, int] = {}
         leaving: dict[int, int] = {}
-        for device in storages.devices_of(stage):
-            host = topology.num_devices + int(topology.node_of[device])
-            for name, before, after in storages.slots(stage):
-                for in_host, total in storages.fit(stage, name, device).memories:
-                    space = host if in_host else device
-                    if before is not None and total.old:
-                        leaving[space] = leaving.get(space, 0) + total.old * before.element_bytes
-                    if after is not None and total.new:
-                        arriving[space] = arriving.get(space, 0) + total.new * after.element_bytes
+        for name, before, after in storages.slots(stage):
+            for total in storages.totals(stage, name):
+                for slot, counts, spaces in ((before, total.old, leaving), (after, total.new, arriving)):
+                    for space, count in zip(total.space.tolist(), counts.tolist(), strict=True):
+                        if slot is not None and count:
+                            spaces[space] = spaces.get(space, 0) + count * slot.element_bytes
         if arriving or leaving or set(old) != set(new):
             found.append(
                 Component(

@@ -70,7 +70,7 @@ class Case:
     @classmethod
     def from_transition(cls, transition: Transition, options: Pipeline) -> Case:
         routed, window = options.route.apply(transition.diff), options.schedule.window_bytes
-        routed = replace(routed, moves=tuple(cut_moves(routed.moves, window)))
+        routed = replace(routed, moves=cut_moves(routed.moves, window))
         staging = window_staging(routed, window)
         memory = plan_memory(transition.storages, transition.life, staging, transition.topology)
         return cls(transition=transition, routed=routed, memory=memory, window_bytes=window)

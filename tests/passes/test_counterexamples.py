@@ -14,6 +14,7 @@ from passes.test_tight import with_capacity
 
 from nereus.ir.cluster import Device
 from nereus.ir.diagnostic import DiagnosticError
+from nereus.ir.moves import Moves
 from nereus.ir.plan import Model, Plan
 from nereus.ir.program import Blocks, Message, Program, StorageSpec, Wave
 from nereus.ir.transition import Move
@@ -52,9 +53,9 @@ def test_wanters_that_feed_each_other_have_no_source() -> None:
         passed.dst, passed.src, brought.table, brought.intervals, brought.num_bytes, passed.link, (number,)
     )
     for waves in ((0, 1), (1, 0), (0, 0)):
-        wave = list(schedule.wave)
+        wave = schedule.wave.copy()
         wave[first], wave[number] = waves
-        looped = replace(schedule, moves=tuple(moves), wave=tuple(wave))
+        looped = replace(schedule, moves=Moves.of(moves), wave=wave)
         assert check.check_coverage(transition.diff, looped).holds  # each wanter does receive all of it once
         assert not check.check_sources(transition.diff, looped).holds
 

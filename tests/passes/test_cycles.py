@@ -11,6 +11,7 @@ from passes.cycles import Case, check_tight, cycle, findings
 from passes.execute import pipeline
 from passes.plans import ARCHS, offloaded
 
+from nereus.ir.moves import Moves
 from nereus.passes.compiled import Transition
 from nereus.passes.emit import emit_program
 from nereus.passes.tight import Stuck
@@ -104,7 +105,7 @@ def test_faults_of_staging_are_caught(staged: Transition) -> None:
     number = next(i for i, m in enumerate(schedule.moves) if m.src >= count)
     moves = list(schedule.moves)
     moves[number] = dataclasses.replace(moves[number], src=moves[number].src - count)
-    assert not findings(replace(staged, schedule=replace(schedule, moves=tuple(moves))))["sources"].holds
+    assert not findings(replace(staged, schedule=replace(schedule, moves=Moves.of(moves))))["sources"].holds
     memory = staged.memory
     hosts = memory.capacity.copy()
     hosts[count:] = memory.tight_base[count:]

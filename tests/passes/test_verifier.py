@@ -13,6 +13,7 @@ from passes.execute import pipeline
 from passes.plans import cluster, trainer
 
 from nereus.ir.intervals import Intervals
+from nereus.ir.moves import Moves
 from nereus.ir.plan import Plan
 from nereus.ir.schedule import Schedule
 from nereus.ir.transition import INTER, LOCAL, Move
@@ -42,7 +43,7 @@ def tight() -> Transition:
 def change(schedule: Schedule, number: int, **fields: object) -> Schedule:
     moves = list(schedule.moves)
     moves[number] = dataclasses.replace(moves[number], **fields)  # type: ignore[arg-type]
-    return replace(schedule, moves=tuple(moves))
+    return replace(schedule, moves=Moves.of(moves))
 
 
 def test_untouched_transitions_pass(reversible: Transition, tight: Transition) -> None:
@@ -59,12 +60,13 @@ def relay(schedule: Schedule) -> int:
 def drop(t: Transition) -> Schedule:
     last = len(t.schedule.moves) - 1
     s = t.schedule
-    return replace(s, moves=s.moves[:last], wave=s.wave[:last], slices=s.slices[:last])
+    return replace(s, moves=Moves.of(s.moves[:last]), wave=s.wave[:last], slices=s.slices[:last])
 
 
 def duplicate(t: Transition) -> Schedule:
     s = t.schedule
-    return replace(s, moves=(*s.moves, s.moves[0]), wave=(*s.wave, s.wave[0]), slices=(*s.slices, s.slices[0]))
+    moves = Moves.of([*s.moves, s.moves[0]])
+    return replace(s, moves=moves, wave=np.append(s.wave, s.wave[0]), slices=np.append(s.slices, s.slices[0]))
 
 
 def shift(t: Transition) -> Schedule:
@@ -94,9 +96,9 @@ def swap_ends(t: Transition) -> Schedule:
 def relay_at_once(t: Transition) -> Schedule:
     s = t.schedule
     number = relay(s)
-    wave = list(s.wave)
+    wave = s.wave.copy()
     wave[number] = s.wave[s.moves[number].after[0]]
-    return replace(s, wave=tuple(wave))
+    return replace(s, wave=wave)
 
 
 def relay_of_another(t: Transition) -> Schedule:
@@ -119,8 +121,8 @@ def relay_more(t: Transition) -> Schedule:
 
 
 def all_at_once(t: Transition) -> Schedule:
-    ones = (1,) * len(t.schedule.moves)
-    return replace(t.schedule, wave=(0,) * len(ones), slices=ones)
+    wave = np.zeros_like(t.schedule.wave)
+    return replace(t.schedule, wave=wave, slices=np.ones_like(wave))
 
 
 def wrong_bytes(t: Transition) -> Schedule:
@@ -162,8 +164,8 @@ def test_storages_that_go_too_early_or_come_too_late(tight: Transition) -> None:
     schedule = tight.schedule
     early = replace(schedule, release={key: max(wave - 1, 0) for key, wave in schedule.release.items()})
     assert not findings(tight, schedule=early)["lifetimes"].holds
-    last = max(schedule.wave)
-    number = schedule.wave.index(last)
+    last = int(schedule.wave.max())
+    number = int(np.argmax(schedule.wave))
     target = next(
         key for key, wave in schedule.acquire.items() if key[0] == schedule.moves[number].dst and wave <= last
     )

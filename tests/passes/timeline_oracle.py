@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 from nereus.ir.layout import IntArray
 from nereus.passes.timeline import Timeline
-from nereus.passes.timeline_problem import EXCLUSIVE, TICKS, always_over
+from nereus.passes.timeline_problem import EXCLUSIVE, TICKS, CoarseOp
 
 
 def check_timeline(timeline: Timeline, base: IntArray, capacity: IntArray) -> str | None:
@@ -44,3 +45,15 @@ def check_timeline(timeline: Timeline, base: IntArray, capacity: IntArray) -> st
     if timeline.stop_s < max((end[n] for n, op in enumerate(ops) if not op.background), default=0.0) - slack:
         return "the stop ends before its last operation"
     return None
+
+
+def always_over(
+    ops: Sequence[CoarseOp], numbers: Sequence[int], device: int, base: IntArray, capacity: IntArray
+) -> bool:
+    """Whether one operation alone, or all of them at rest, exceed the device."""
+    rest = alone = 0
+    for n in numbers:
+        at = ops[n].devices.index(device)
+        rest += ops[n].after_bytes[at] if ops[n].after_bytes else 0
+        alone = max(alone, ops[n].running_bytes[at] if ops[n].running_bytes else 0)
+    return int(base[device]) + max(rest, alone) > int(capacity[device])

@@ -11,6 +11,7 @@ from passes.execute import compile_or_confirm, pipeline
 from passes.plans import cluster, pairs, trainer
 from passes.profiles import examples
 
+from nereus.ir.moves import Moves
 from nereus.ir.plan import Plan
 from nereus.passes.compiled import Transition
 from nereus.passes.pipeline import compile_transition
@@ -69,12 +70,12 @@ def test_a_move_that_is_dropped_or_doubled_is_found() -> None:
     schedule = transition.schedule
     number = max(range(len(schedule.moves)), key=lambda i: schedule.moves[i].num_bytes)
     for moves in (
-        schedule.moves[:number] + schedule.moves[number + 1 :],
-        (*schedule.moves, replace(schedule.moves[number], after=())),
+        [*schedule.moves[:number], *schedule.moves[number + 1 :]],
+        [*schedule.moves, replace(schedule.moves[number], after=())],
     ):
         count = len(moves)
-        waves = tuple(schedule.wave[min(i, len(schedule.wave) - 1)] for i in range(count))
-        broken = rescheduled(transition, moves=moves, wave=waves, slices=(1,) * count)
+        waves = schedule.wave[np.minimum(np.arange(count), len(schedule.wave) - 1)]
+        broken = rescheduled(transition, moves=Moves.of(moves), wave=waves, slices=np.ones_like(waves))
         ledger = follow(broken, job_of(broken))
         assert ledger.faults
         assert any(("never arrive" if count < len(schedule.moves) else "second time") in f for f in ledger.faults)
@@ -84,11 +85,11 @@ def test_a_source_that_never_has_the_bytes_is_found() -> None:
     transition = one("tight")
     schedule = transition.schedule
     # Devices 0 and 2 hold one half, 1 and 3 the other: device 3 has what 0 sends to 1 only once 2 has sent it.
-    moves = tuple(replace(m, src=(m.src + 3) % 4) for m in schedule.moves)
-    broken = rescheduled(transition, moves=moves)
+    moves = [replace(m, src=(m.src + 3) % 4) for m in schedule.moves]
+    broken = rescheduled(transition, moves=Moves.of(moves))
     job = job_of(broken)
     assert any("started before" in text for text in follow(broken, job).problems(simulate(job.job), job))
-    alone = rescheduled(transition, moves=moves[:1], wave=schedule.wave[:1], slices=(1,))
+    alone = rescheduled(transition, moves=Moves.of(moves[:1]), wave=schedule.wave[:1], slices=schedule.slices[:1])
     assert any("never has" in fault for fault in follow(alone, job_of(alone)).faults)
 
 

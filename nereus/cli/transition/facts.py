@@ -11,7 +11,7 @@ import numpy as np
 from nereus.ir.arch import Arch, Mla, Moe
 from nereus.ir.cluster import Device
 from nereus.ir.plan import Plan, Stage
-from nereus.ir.transition import INTER, LOCAL
+from nereus.ir.transition import INTER, LINKS, LOCAL
 from nereus.models.memory import MemoryRow, steady_state
 from nereus.passes.atoms import AtomTable
 from nereus.passes.compiled import Transition
@@ -55,8 +55,7 @@ def stage_flows(transition: Transition) -> dict[str, StageFlow]:
     for stage, flow in flows.items():
         for name, _, slot in storages.slots(stage):
             if slot is not None:
-                fits = (storages.fit(stage, name, device) for device in storages.new[stage].rank_of_device)
-                untouched = sum(total.kept for fit in fits for _, total in fit.memories)
+                untouched = sum(int(total.kept.sum()) for total in storages.totals(stage, name))
                 flow.untouched_bytes += untouched * slot.element_bytes
     return flows
 
@@ -72,17 +71,24 @@ def _owners(transition: Transition, table: AtomTable) -> dict[int, str]:
 
 
 def _add_moves(transition: Transition, owners: list[dict[int, str]], flows: dict[str, StageFlow]) -> None:
-    topology = transition.topology
-    for move in transition.schedule.moves:
-        flow = flows[owners[move.table][move.dst]]
-        if move.link == LOCAL:
-            flow.local_bytes += move.num_bytes
+    """Summed per table, destination and link first: there are far fewer of those than of moves."""
+    topology, moves = transition.topology, transition.schedule.moves
+    num_places = 2 * topology.num_devices
+    keys = (moves.table * num_places + moves.dst) * len(LINKS) + moves.link
+    kinds, kind = np.unique(keys, return_inverse=True)
+    sums = np.bincount(kind, weights=moves.num_bytes, minlength=len(kinds)).astype(np.int64)
+    for key, num_bytes in zip(kinds.tolist(), sums.tolist(), strict=True):
+        place, link = key // len(LINKS), LINKS[key % len(LINKS)]
+        table, dst = divmod(place, num_places)
+        flow = flows[owners[table][dst]]
+        if link == LOCAL:
+            flow.local_bytes += num_bytes
             continue
-        flow.moved_bytes += move.num_bytes
-        flow.bytes_by_link[move.link] = flow.bytes_by_link.get(move.link, 0) + move.num_bytes
-        if move.link == INTER:
-            node = topology.node_of_place(move.dst)
-            flow.node_in[node] = flow.node_in.get(node, 0) + move.num_bytes
+        flow.moved_bytes += num_bytes
+        flow.bytes_by_link[link] = flow.bytes_by_link.get(link, 0) + num_bytes
+        if link == INTER:
+            node = topology.node_of_place(dst)
+            flow.node_in[node] = flow.node_in.get(node, 0) + num_bytes
 
 
 def _add_demands(transition: Transition, owners: list[dict[int, str]], flows: dict[str, StageFlow]) -> None:

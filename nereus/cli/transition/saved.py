@@ -27,15 +27,13 @@ from nereus.cli.transition.saved_file import (
 from nereus.ir.diagnostic import Diagnostic, DiagnosticError, has_errors
 from nereus.ir.intervals import Intervals
 from nereus.ir.plan import Plan
-from nereus.ir.transition import HOST, INTER, INTRA, LOCAL
+from nereus.ir.transition import LINKS
 from nereus.lang.api import placed_plan_text, resolve_text
 from nereus.passes.atoms import AtomTable
 from nereus.passes.compiled import Transition
 from nereus.passes.manager import Pipeline, parse_pipeline
 from nereus.passes.pipeline import compile_transition
 from nereus.passes.place import Choice
-
-LINKS = (LOCAL, HOST, INTRA, INTER)
 
 
 def saved_bytes(
@@ -98,20 +96,18 @@ def schedule_document(transition: Transition) -> dict[str, Any]:
     """Columnar. Place p is GPU ``devices[p]``, or the host memory of that GPU's process at ``len(devices) + p``;
     ``region`` numbers rows of ``regions``; ``slots`` is a bit mask over its table's slots, -1 for all."""
     schedule, diff = transition.schedule, transition.diff
-    regions: dict[bytes, int] = {}
-    by_id: dict[int, int] = {}
-    unique: list[Intervals] = []
-    region_of_move = []
-    for move in schedule.moves:
-        number = by_id.get(id(move.intervals))
-        if number is None:
-            columns = (move.intervals.cell, move.intervals.start, move.intervals.stop)
-            number = regions.setdefault(b"|".join(c.tobytes() for c in columns), len(unique))
-            if number == len(unique):
-                unique.append(move.intervals)
-            by_id[id(move.intervals)] = number
-        region_of_move.append(number)
     moves = schedule.moves
+    # Numbered as moves name them, equal ones once.
+    numbers: dict[bytes, int] = {}
+    unique: list[Intervals] = []
+    known: dict[int, int] = {}
+    for number in moves.region.tolist():
+        if number not in known:
+            region = moves.regions[number]
+            content = b"|".join(c.tobytes() for c in (region.cell, region.start, region.stop))
+            known[number] = numbers.setdefault(content, len(unique))
+            if known[number] == len(unique):
+                unique.append(region)
     return {
         "mode": schedule.mode,
         "num_waves": schedule.num_waves,
@@ -144,17 +140,17 @@ def schedule_document(transition: Transition) -> dict[str, Any]:
             },
         },
         "moves": {
-            "src": [m.src for m in moves],
-            "dst": [m.dst for m in moves],
-            "table": [m.table for m in moves],
-            "region": region_of_move,
-            "bytes": [m.num_bytes for m in moves],
-            "wave": list(schedule.wave),
-            "slices": list(schedule.slices),
-            "link": [LINKS.index(m.link) for m in moves],
-            "slots": [-1 if m.slots is None else sum(1 << i for i in m.slots) for m in moves],
-            "after_counts": [len(m.after) for m in moves],
-            "after": [number for m in moves for number in m.after],
+            "src": moves.src.tolist(),
+            "dst": moves.dst.tolist(),
+            "table": moves.table.tolist(),
+            "region": [known[number] for number in moves.region.tolist()],
+            "bytes": moves.num_bytes.tolist(),
+            "wave": schedule.wave.tolist(),
+            "slices": schedule.slices.tolist(),
+            "link": moves.link.tolist(),
+            "slots": moves.slots.tolist(),
+            "after_counts": moves.after_counts.tolist(),
+            "after": moves.after.tolist(),
         },
         "links": list(LINKS),
         "acquire": [[*key, wave] for key, wave in sorted(schedule.acquire.items())],

@@ -85,16 +85,13 @@ class Problem:
     def set_bytes(self, stage: str) -> SetBytes:
         """Of state set ``stage`` (empty where a side lacks it)."""
         kept, old, new = (np.zeros(self.num_spaces, dtype=np.int64) for _ in range(3))
-        for device in self.storages.devices_of(stage):
-            host = self.num_devices + self.links.node(device)
-            for name, old_slot, new_slot in self.storages.slots(stage):
-                for in_host, total in self.storages.fit(stage, name, device).memories:
-                    place = host if in_host else device
-                    if new_slot is not None:
-                        kept[place] += total.kept * new_slot.element_bytes
-                        new[place] += total.new * new_slot.element_bytes
-                    if old_slot is not None:
-                        old[place] += total.old * old_slot.element_bytes
+        for name, old_slot, new_slot in self.storages.slots(stage):
+            for total in self.storages.totals(stage, name):
+                if new_slot is not None:
+                    np.add.at(kept, total.space, total.kept * new_slot.element_bytes)
+                    np.add.at(new, total.space, total.new * new_slot.element_bytes)
+                if old_slot is not None:
+                    np.add.at(old, total.space, total.old * old_slot.element_bytes)
         return SetBytes(kept=kept, old=old, new=new)
 
     def rank_places(self, stage: str) -> dict[int, tuple[int, int]]:
