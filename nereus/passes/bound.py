@@ -44,6 +44,7 @@ def bounds(diff: Diff, links: Links) -> Bounds:
     holder_nodes: dict[tuple[int, int], tuple[set[int], set[int]]] = {}
     #: Leaving bytes of a class are one copy for all demands: the largest demand, not the sum.
     leaving: dict[tuple[int, int], int] = {}
+    near: set[tuple[int, int]] = set()  # classes that another place of a holder's node wants: it may send them on
     for demand in diff.demands:
         key, node, num_bytes = (demand.table, demand.cls), demand.node, demand.num_bytes
         found = holder_nodes.get(key)
@@ -66,7 +67,9 @@ def bounds(diff: Diff, links: Links) -> Bounds:
                 moved += num_bytes
                 if len(hosts) == 1:
                     gpu_in[hosts[0] % num_devices] += num_bytes * pcie[node]
-        if node not in found[0]:
+        if node in found[0]:
+            near.add(key)
+        else:
             nic_in[node] += num_bytes
             leaving[key] = max(leaving.get(key, 0), num_bytes)
     for key, num_bytes in leaving.items():
@@ -75,7 +78,7 @@ def bounds(diff: Diff, links: Links) -> Bounds:
             (home,) = holder_nodes[key][0]
             nic_out[home] += num_bytes
             if len(holders) == 1:
-                gpu_out[holders[0] % num_devices] += num_bytes * pcie[home]
+                gpu_out[holders[0] % num_devices] += num_bytes * (into[home] if key in near else pcie[home])
     nic = np.array([node.nic_bytes_per_s for node in nodes])
     candidates: list[tuple[str, str, FloatArray, Callable[[int], str]]] = [
         (GPU_IN, "GPU intake", np.array(gpu_in), lambda i: str(diff.topology.devices[i])),
