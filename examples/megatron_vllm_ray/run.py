@@ -22,6 +22,8 @@ from nereus.lang.render import render
 from nereus.runtime.providers.ray_actors import RayActors
 
 CONFIG = Path(__file__).with_name("config.json")
+#: The engine has processes of its own, beside the trainer's.
+PARTS = {"actor.generate": "engine"}
 
 
 def load(path: str) -> Plan:
@@ -45,9 +47,14 @@ def run(
     args = {"name": "grpo", "config": CONFIG.read_text(), "steps": steps, "prepare": prepare, "deadline_s": deadline_s}
     seen = []
     with RayActors(
-        "examples.megatron_vllm_ray.worker:work", cluster=plans[0].cluster, bundle=bundle, args=args, name="grpo"
+        "examples.megatron_vllm_ray.worker:work",
+        cluster=plans[0].cluster,
+        bundle=bundle,
+        parts=("", *PARTS.values()),
+        args=args,
+        name="grpo",
     ) as actors:
-        job = nereus.attach(plans[0], provider=actors, deadline_s=deadline_s)
+        job = nereus.attach(plans[0], provider=actors, parts=PARTS, deadline_s=deadline_s)
         job.start({"step": 0})
         for boundary in job.boundaries():
             seen.append({**boundary.loop, "plan": Path(boundary.plan.path).stem})
@@ -75,7 +82,7 @@ def main() -> None:
     parser.add_argument("plans", nargs="+", help="the first to begin with")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--every", type=int, default=8, help="steps from one plan to the next")
-    parser.add_argument("--device", default="GPU", help="Ray's name of what a process has one of")
+    parser.add_argument("--device", default="GPU", help="Ray's name of what a device is")
     parser.add_argument("--prepare", default="", help="module:function to call before a stage is built")
     options = parser.parse_args()
     plans = [load(path) for path in options.plans]

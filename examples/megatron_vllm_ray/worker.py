@@ -20,11 +20,20 @@ from nereus.runtime.session.record import Record
 
 
 def work(
-    *, store: Any, device: str, spawn: Any, name: str, config: str, steps: int, prepare: str, deadline_s: float
+    *,
+    store: Any,
+    device: str,
+    spawn: Any,
+    name: str,
+    config: str,
+    steps: int,
+    prepare: str,
+    deadline_s: float,
+    part: str = "",
 ) -> None:
     """``prepare``: ``module:function`` to call with the name of a stage before it is built; empty for none."""
     torch.set_num_threads(1)
-    job = nereus.attach(store=store, device=device, name=name, deadline_s=deadline_s, snapshots=True)
+    job = nereus.attach(store=store, device=device, part=part, name=name, deadline_s=deadline_s, snapshots=True)
     engine = Engine(store, config)
     # Small things that one process has for all, by step.
     words = Record(store, f"{name}/words", job.me.number)
@@ -37,7 +46,7 @@ def work(
         return builders[view.stage.name](view)
 
     job.bind("actor.train", build, probe=probe)
-    job.bind("actor.generate", build, cache=True)
+    job.bind("actor.generate", build, cache=True, part="engine")
     job.start()
     while job.loop["step"] < steps:
         if not job.serves:

@@ -20,7 +20,7 @@ PLANS = [load(str(ROOT / "examples" / "megatron_vllm_ray" / f"{name}.plan")) for
 def test_layouts_change_under_training_and_the_engine_follows() -> None:
     """Beside a run whose plan stays as it is."""
     words = {"steps": 6, "bundle": {DEVICE: 1}, "prepare": "frameworks.ray_engines:prepare"}
-    with ray_cluster(1, 3):
+    with ray_cluster(1, 2):
         seen, outcomes = run(PLANS, every=2, **words)
         fixed, _ = run(PLANS[:1], every=100, **words)
     assert [at["plan"] for at in seen] == ["base"] * 2 + ["pipeline"] * 2 + ["data"] * 2

@@ -34,19 +34,29 @@ def main(
     ask: tuple[int, Any] | None = None,
     hold: tuple[str, int] | None = None,
     kill: tuple[str, str] | None = None,
+    part: str = "",
 ) -> None:
     """``stop``: device and step of a process that stops answering, with its connections open. ``lone``: of one whose
     loop goes ways of its own. ``hold``: of one that lets the others wait in their collective until there is a file
     ``go``. ``kill``: device and phase of one that ends in the first change. ``ask``: at this step the workers ask for
-    that plan."""
+    that plan. Generation has processes of its own, those of part ``engine``, and is a copy of what is trained."""
     torch.set_num_threads(1)
 
     def on_phase(phase: str) -> None:
         if kill == (device, phase) and job.epoch == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    job = attach(store=store, device=device, name=name, deadline_s=deadline_s, snapshots=True, on_phase=on_phase)
+    job = attach(
+        store=store,
+        device=device,
+        part=part,
+        name=name,
+        deadline_s=deadline_s,
+        snapshots=True,
+        on_phase=on_phase,
+    )
     job.bind("actor.train", build, probe=probe)
+    job.bind("actor.generate", build, cache=True, part="engine")
     log: list[str] = []
     _leave(folder, f"pid-{device}", os.getpid())
     try:
@@ -65,10 +75,15 @@ def main(
                     while not Path(folder, "go").exists():
                         time.sleep(0.01)
                 view, adapter = job.view("actor.train"), job.stage("actor.train")
-                assert view is not None and isinstance(adapter, PlainTorch)
-                with job.updating():
-                    view.place.everyone.barrier()
-                    session_job.train(adapter, step)
+                if view is not None and isinstance(adapter, PlainTorch):
+                    with job.updating():
+                        view.place.everyone.barrier()
+                        session_job.train(adapter, step)
+                if job.plan.find_stage("actor.generate") is not None:
+                    job.sync("actor.train", "actor.generate")
+                    served = job.stage("actor.generate")
+                    if isinstance(served, PlainTorch) and (wrong := differences(served, step + 1)):
+                        log.append(f"at {step} the engine has other weights: {wrong}")
                 job.loop["step"] = step + 1
                 if lone == (device, step):
                     job.loop["alone"] = True
@@ -81,8 +96,8 @@ def main(
                 _leave(folder, f"heard-{device}", time.time())
                 outcome = job.recover(error)
                 log.append(f"recovered in epoch {outcome.epoch} at {job.loop['step']}")
-        trained = job.stage("actor.train")
-        wrong = differences(trained, steps) if isinstance(trained, PlainTorch) else ["nothing is here"]
+        held = job.stage("actor.generate" if part else "actor.train")
+        wrong = differences(held, steps) if isinstance(held, PlainTorch) else ["nothing is here"]
         said = {"log": log, "wrong": wrong, "plan": job.plan.path, "version": job.version, "loop": job.loop}
         _leave(folder, f"result-{device}-{os.getpid()}", said)
         job.close()

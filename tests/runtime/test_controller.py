@@ -4,6 +4,8 @@ The workers' state is, bit for bit, what an unmoved run has."""
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -15,11 +17,12 @@ from typing import Any
 import pytest
 from runtime.led_job import results
 from runtime.session_job import ARCH
-from runtime.tiny import cluster, trainer
+from runtime.tiny import cluster, stage, trainer
+from runtime.tiny import plan as make_plan
 
 import nereus
 from nereus.ir.cluster import Device
-from nereus.ir.plan import Plan
+from nereus.ir.plan import Model, Plan
 from nereus.models.slots import default_slots
 from nereus.runtime.faults import CANNOT_START, PROCESS_ENDED, WRONG_STATE, Fault
 from nereus.runtime.session.controller import Controller
@@ -41,13 +44,27 @@ TP2, TP2_DP2, PP2 = plan("tp2", 2, tp=2), plan("tp2 dp2", 4, tp=2), plan("pp2", 
 DP3, DP4, LAST3 = plan("dp3", 3), plan("dp4", 4), plan("last three", 3, first=1)
 
 
+def with_engine(name: str, *, trained: dict[str, int], served: dict[str, int]) -> Plan:
+    """Both stages on the first two devices."""
+    slots = default_slots(trains=True, precision="fp32", optimizer="adam")
+    on = cluster(4)
+    actor = Model(name="actor", arch=ARCH, source="tiny", precision="fp32")
+    stages = (
+        stage(actor, "train", on.devices[:2], slots=slots, **trained),
+        stage(actor, "generate", on.devices[:2], slots=slots[:1], kv_cache_bytes=10**6, **served),
+    )
+    return replace(make_plan(*stages, on=on, models=(actor,)), path=name)
+
+
 @contextmanager
 def job(
     folder: Path, first: Plan, *, replan: Any = None, deadline_s: float = 60.0, **args: Any
 ) -> Iterator[Controller]:
     words = {"name": "led", "steps": STEPS, "folder": str(folder), "deadline_s": deadline_s, **args}
     with LocalProcesses("runtime.led_job:main", name="led", cluster=first.cluster, args=words) as provider:
-        yield nereus.attach(first, provider=provider, replan=replan, deadline_s=deadline_s)
+        yield nereus.attach(
+            first, provider=provider, replan=replan, parts={"actor.generate": "engine"}, deadline_s=deadline_s
+        )
 
 
 def good(folder: Path, name: str, count: int) -> list[dict[str, Any]]:
@@ -157,6 +174,29 @@ def test_a_process_killed_in_a_change(tmp_path: Path, who: str, phase: str) -> N
         assert led.plan.path == rest.path and versions == list(range(1, STEPS + 1))
         assert [o.plan.path for o in led.outcomes] == [TP2_DP2.path, DP4.path, rest.path]
         good(tmp_path, rest.path, 3)
+
+
+def test_several_processes_a_device(tmp_path: Path) -> None:
+    """A trainer's and an engine's, on the same devices; the plan changes under both, then an engine's process ends and
+    is replaced. No step is served with other weights than its own."""
+    first = with_engine("tp2", trained={"tp": 2}, served={"tp": 1})
+    second = with_engine("pp2", trained={"pp": 2}, served={"tp": 2})
+    with job(tmp_path, first, replan=lambda now, gone: now) as led:
+        led.start({"step": 0})
+        assert [str(m.seat) for m in sorted(led.members, key=lambda m: m.seat)] == [
+            "n0.gpu0",
+            "n0.gpu0 (engine)",
+            "n0.gpu1",
+            "n0.gpu1 (engine)",
+        ]
+        for boundary in led.boundaries():
+            if boundary.version == 2 and led.epoch == 1:
+                led.request(second)
+            if boundary.version == 4 and led.epoch == 2:
+                os.kill(next(m.pid for m in led.members if m.seat.part), signal.SIGKILL)
+        assert [o.plan.path for o in led.outcomes if o.committed] == ["tp2", "pp2", "pp2"]
+        done = good(tmp_path, "pp2", 4)
+        assert not any("other weights" in line for r in done for line in r["log"]), done
 
 
 def test_no_process_is_left(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from nereus.ir.cluster import Device
 from nereus.runtime.faults import DEADLINE, PARTICIPANT_FAILED, PROCESS_ENDED, STORE_LOST, Fault
 from nereus.runtime.session.journal import Journal, read_journal
-from nereus.runtime.session.members import Losses, Member, device_of, joined, report_loss
+from nereus.runtime.session.members import Losses, Member, Seat, device_of, joined, report_loss
 from nereus.runtime.session.record import Record, never
 
 
@@ -90,7 +90,7 @@ def test_a_damaged_entry_and_a_lost_store_are_said() -> None:
 
 def test_losses_by_pid_and_by_number() -> None:
     store = dist.HashStore()
-    members = [Member(number=n, device=Device("n0", n), host="h", pid=100 + n) for n in (1, 2, 3)]
+    members = [Member(number=n, seat=Seat(Device("n0", n)), host="h", pid=100 + n) for n in (1, 2, 3)]
     for member in members:
         record(member.number, store).put(f"member/{member.number}", member)
     assert list(joined(record(1, store), {}).values()) == members

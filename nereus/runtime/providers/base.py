@@ -25,7 +25,8 @@ class Machine:
 
 
 class ProcessProvider(Protocol):
-    """The processes of one job; each runs the same function: ``function(store=..., device=..., spawn=..., **args)``.
+    """The processes of one job; each runs the same function: ``function(store=..., device=..., spawn=..., **args)``,
+    with ``part=...`` too where a device has several.
 
     ``name``: of the job; ``store``: torch's, which outlives every process of the job. Any thread may call any method.
     """
@@ -40,12 +41,12 @@ class ProcessProvider(Protocol):
         """In the order of plans: by node, then by device. Machines come and go between two calls."""
         ...
 
-    def spawn(self, device: Device) -> object:
-        """Start the process of ``device``; returns once it runs. Raises Fault (CANNOT_START) where it cannot."""
+    def spawn(self, device: Device, part: str = "") -> object:
+        """Start the process of ``device`` (that of ``part``); returns once it runs. Raises Fault (CANNOT_START)."""
         ...
 
     def retire(self, device: Device) -> None:
-        """End the process of ``device``, if there is one, and give back what was held for it."""
+        """End the processes of ``device``, if there are any, and give back what was held for them."""
         ...
 
     def close(self) -> None:

@@ -6,8 +6,9 @@
 
 Each node of the plan is a placement group of its own on one machine, with a bundle for every device. So a machine that
 is lost takes no other's places with it, one that joins is one more group, and one that is to go is given back whole.
-A node's actors start together and are ordered by the accelerator that Ray gave each: device 0 has the lowest. A new
-actor in the bundle of one that ended gets the accelerator that became free, which is the same.
+A node's first actors start together and are ordered by the accelerator that Ray gave each bundle: device 0 has the
+lowest. Whatever runs in a bundle later gets the same one. Where a device has several processes (``parts``), each has an
+equal share of the bundle.
 
 Ray sees the end of an actor within milliseconds and says so in the future of its call; that is written to the record at
 once, where every survivor's watching thread waits (``session/watch.py``) and ends the communicators. An actor that Ray
@@ -21,7 +22,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -50,23 +51,25 @@ _NODE_LABEL = "ray.io/node-id"
 
 @dataclass(slots=True)
 class _Node:
-    """A node of the plan on a machine of Ray's. ``hosts``: an actor for every device, with who it is; None where it has
-    ended; ``runs``: devices whose actor has been given its work. ``lock``: held while actors start."""
+    """A node of the plan on a machine of Ray's. ``bundles``: of each device, empty until the first actors have started;
+    ``hosts``: actors with who they are, by device and part; ``runs``: those that have been given their work. ``lock``:
+    held while actors start."""
 
     name: str
     ray_id: str
     group: Any
-    hosts: list[tuple[Any, Identity] | None]
-    runs: set[int] = field(default_factory=set)
+    size: int
+    bundles: list[int] = field(default_factory=list)
+    hosts: dict[tuple[int, str], tuple[Any, Identity]] = field(default_factory=dict)
+    runs: set[tuple[int, str]] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    gone: bool = False
 
 
 class RayActors:
     """``target``: ``module:function``, which the workers can import; see ``ProcessProvider`` for its arguments.
     ``args``: plain values. ``cluster``: names the nodes, in order; a machine that joins becomes the first node without
-    one. ``bundle``: resources of one process. ``env``: added to its environment. ``start_s``: for Ray to start a
-    node's actors.
+    one. ``bundle``: resources of one device; ``parts``: its processes share them. ``env``: added to their environment.
+    ``start_s``: for Ray to start a node's actors.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class RayActors:
         *,
         cluster: Cluster,
         bundle: Mapping[str, float],
+        parts: Sequence[str] = ("",),
         args: Mapping[str, Any] | None = None,
         name: str = "nereus",
         env: Mapping[str, str] | None = None,
@@ -91,7 +95,7 @@ class RayActors:
         )
         self.record = Record(self.store, name, 0)
         self._target, self._args, self._cluster, self._bundle = target, encode(dict(args or {})), cluster, dict(bundle)
-        self._env, self._start_s = dict(env or {}), start_s
+        self._env, self._start_s, self._parts = dict(env or {}), start_s, tuple(parts)
         self._lock = threading.RLock()
         self._names: dict[str, str] = {}  # Ray's id of a machine -> node
         self._nodes: dict[str, _Node] = {}  # by name
@@ -113,40 +117,45 @@ class RayActors:
                     found.append(Machine(name=node.name, address=address, devices=node.devices, leaves_in_s=seconds))
             return tuple(found)
 
-    def spawn(self, device: Device) -> tuple[str, int]:
-        """Its host and pid. All actors of a node start with the first of its processes."""
-        node = self._node(device.node)
+    def spawn(self, device: Device, part: str = "") -> tuple[str, int]:
+        """Its host and pid. With a node's first process, actors for all its devices start."""
+        if part not in self._parts:
+            raise Fault(CANNOT_START, f"no process was started for {device}: its parts are {list(self._parts)}")
+        node, key = self._node(device.node), (device.index, part)
         try:
             with node.lock:
-                self._fill(node)
-                host = node.hosts[device.index]
+                self._start(node, device.index, part)
         except (self._ray.exceptions.RayError, TimeoutError) as error:
             self._give_back(node)
             raise Fault(CANNOT_START, f"Ray started no process for {device}: {first_line(error)}") from None
         with self._lock:
-            if host is None or node.gone or device.index in node.runs:
-                why = "it has one" if device.index in node.runs else "its machine is gone"
-                raise Fault(CANNOT_START, f"no process was started for {device}: {why}")
-            actor, (name, pid, _) = host
+            if self._nodes.get(node.name) is not node:
+                self._give_back(node)  # gone while the actors started
+                raise Fault(CANNOT_START, f"no process was started for {device}: its machine is gone")
+            if key not in node.hosts or key in node.runs:
+                raise Fault(CANNOT_START, f"no process was started for {device}: it has one, or that one just ended")
+            actor, (name, pid, _) = node.hosts[key]
             job = {
                 "address": self._address,
                 "port": self.store.port,
                 "name": self.name,
                 "device": str(device),
                 "start_s": self._start_s,
+                **({"part": part} if part else {}),
             }
-            node.runs.add(device.index)
+            node.runs.add(key)
             future: Future[None] = actor.run.remote(self._target, job, self._args).future()
-        future.add_done_callback(partial(self._ended, node, device.index, (name, pid)))
+        future.add_done_callback(partial(self._ended, node, key, (name, pid)))
         return name, pid
 
     def retire(self, device: Device) -> None:
-        """The last process of a node gives the machine back to Ray."""
+        """Where no other device of the node has a process, the machine goes back to Ray."""
         with self._lock:
             node = self._nodes.get(device.node)
             if node is None:
                 return
-            self._end(node, device.index)
+            for key in [key for key in node.hosts if key[0] == device.index]:
+                self._end(node, key)
             if not node.runs:
                 self._give_back(node)
 
@@ -196,34 +205,36 @@ class RayActors:
             group = self._ray.util.placement_group(
                 [self._bundle] * size, strategy="STRICT_PACK", bundle_label_selector=[{_NODE_LABEL: ray_id}] * size
             )
-            node = self._nodes[name] = _Node(name=name, ray_id=ray_id, group=group, hosts=[None] * size)
+            node = self._nodes[name] = _Node(name=name, ray_id=ray_id, group=group, size=size)
             return node
 
-    def _fill(self, node: _Node) -> None:
-        """Actors for all devices that have none."""
-        empty = [index for index, host in enumerate(node.hosts) if host is None]
-        if not empty:
+    def _start(self, node: _Node, index: int, part: str) -> None:
+        """The actor of ``part`` on a device; the first time those on all devices, which tells the devices' order."""
+        if (index, part) in node.hosts:
             return
-        if not node.group.wait(self._start_s):
-            raise TimeoutError(f"its machine has no room for {len(node.hosts)} x {self._bundle}")
-        # Of a group some of whose actors run, only the bundles of the others have room.
-        fresh = len(empty) == len(node.hosts)
-        actors = [self._actor(node, index if fresh else -1) for index in empty]
+        if not node.bundles and not node.group.wait(self._start_s):
+            raise TimeoutError(f"its machine has no room for {node.size} x {self._bundle}")
+        bundles = [node.bundles[index]] if node.bundles else list(range(node.size))
+        actors = [self._actor(node, bundle) for bundle in bundles]
         identities = self._ray.get([actor.identity.remote() for actor in actors], timeout=self._start_s)
+        if node.bundles:
+            node.hosts[index, part] = actors[0], identities[0]
+            return
         # Ray's ids are numbers where a machine's accelerators are counted; else the bundle is the device.
-        both = sorted(zip(actors, identities, strict=True), key=lambda host: (len(host[1][2]), host[1][2]))
-        for index, host in zip(empty, both, strict=True):
-            node.hosts[index] = host
+        node.bundles = sorted(bundles, key=lambda bundle: (len(identities[bundle][2]), identities[bundle][2]))
+        for number, bundle in enumerate(node.bundles):
+            node.hosts[number, part] = actors[bundle], identities[bundle]
 
     def _actor(self, node: _Node, bundle: int) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        more = {key: amount for key, amount in self._bundle.items() if key not in ("CPU", "GPU")}
+        share = {key: amount / len(self._parts) for key, amount in self._bundle.items()}
+        more = {key: amount for key, amount in share.items() if key not in ("CPU", "GPU")}
         return (
             self._ray.remote(Host)
             .options(
-                num_cpus=self._bundle.get("CPU", 0),
-                num_gpus=self._bundle.get("GPU", 0),
+                num_cpus=share.get("CPU", 0),
+                num_gpus=share.get("GPU", 0),
                 resources=more,
                 max_restarts=0,
                 runtime_env={"env_vars": self._env} if self._env else None,
@@ -234,37 +245,35 @@ class RayActors:
 
     # -- ends ----------------------------------------------------------------------------------------------------------
 
-    def _ended(self, node: _Node, index: int, who: tuple[str, int], future: Future[None]) -> None:
+    def _ended(self, node: _Node, key: tuple[int, str], who: tuple[str, int], future: Future[None]) -> None:
         """In a thread of Ray's, which must not wait for Ray."""
         error = future.exception()
         with suppress(Fault):
             report_loss(self.record, who)
-        if self._closing or node.hosts[index] is None:  # we ended it
+        if self._closing or key not in node.hosts:  # we ended it
             return
         if error is not None:
             text = str(error) if isinstance(error, self._ray.exceptions.RayTaskError) else first_line(error)
-            print(f"{node.name}.gpu{index}: {text}", file=sys.stderr, flush=True)
-        threading.Thread(target=self._clear, args=(node, index, error), daemon=True).start()
+            print(f"{node.name}.gpu{key[0]}: {text}", file=sys.stderr, flush=True)
+        threading.Thread(target=self._clear, args=(node, key, error), daemon=True).start()
 
-    def _clear(self, node: _Node, index: int, error: BaseException | None) -> None:
+    def _clear(self, node: _Node, key: tuple[int, str], error: BaseException | None) -> None:
         with self._lock:
             if isinstance(error, self._ray.exceptions.ActorUnavailableError):
                 self._doubted.add(node.ray_id)
-            self._end(node, index)
+            self._end(node, key)
 
-    def _end(self, node: _Node, index: int) -> None:
-        node.runs.discard(index)
-        host, node.hosts[index] = node.hosts[index], None
-        if host is not None:
+    def _end(self, node: _Node, key: tuple[int, str]) -> None:
+        node.runs.discard(key)
+        if (host := node.hosts.pop(key, None)) is not None:
             self._ray.kill(host[0])
 
     def _give_back(self, node: _Node) -> None:
         with self._lock:
-            node.gone = True
             if self._nodes.get(node.name) is node:
                 del self._nodes[node.name]
-            for index in range(len(node.hosts)):
-                self._end(node, index)
+            for key in list(node.hosts):
+                self._end(node, key)
             self._ray.util.remove_placement_group(node.group)
 
 

@@ -44,6 +44,7 @@ class Host:
         try:
             with telling(record):
                 work = getattr(importlib.import_module(module), function)
-                work(store=store, device=job["device"], spawn=asking(record), **decode(args))
+                more = {"part": job["part"]} if "part" in job else {}
+                work(store=store, device=job["device"], spawn=asking(record), **more, **decode(args))
         except Exception:  # as text: the driver may not have the framework whose error it is
             raise RuntimeError(traceback.format_exc()) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any, overload
 
 from nereus.ir.cluster import Device
@@ -12,7 +13,7 @@ from nereus.runtime.session.change import OnPhase
 from nereus.runtime.session.controller import Controller
 from nereus.runtime.session.job import Job
 from nereus.runtime.session.lead import Spawn
-from nereus.runtime.session.members import device_of
+from nereus.runtime.session.members import Seat, device_of
 from nereus.runtime.session.record import own_address
 from nereus.runtime.session.recovery import Replan
 
@@ -23,6 +24,7 @@ def attach(
     *,
     store: Any,
     device: str | Device,
+    part: str = ...,
     name: str = ...,
     deadline_s: float = ...,
     journal: str | os.PathLike[str] | None = ...,
@@ -35,7 +37,12 @@ def attach(
 
 @overload
 def attach(
-    plan: Plan, *, provider: ProcessProvider, replan: Replan | None = ..., deadline_s: float = ...
+    plan: Plan,
+    *,
+    provider: ProcessProvider,
+    replan: Replan | None = ...,
+    parts: Mapping[str, str] | None = ...,
+    deadline_s: float = ...,
 ) -> Controller: ...
 
 
@@ -44,8 +51,10 @@ def attach(
     *,
     provider: ProcessProvider | None = None,
     replan: Replan | None = None,
+    parts: Mapping[str, str] | None = None,
     store: Any = None,
     device: str | Device | None = None,
+    part: str = "",
     name: str = "nereus",
     deadline_s: float = 60.0,
     journal: str | os.PathLike[str] | None = None,
@@ -61,19 +70,22 @@ def attach(
     lost where the others agree on that. ``address``: of this machine among the others; None: that from which it
     reaches the store. ``plan``: None where a controller has it.
 
+    ``part``: which of its device's processes this is, where a device has several; the stages that it serves are bound
+    with the same one.
+
     With ``provider`` instead of store and device: the controller of the job whose processes the provider owns, in a
-    process that holds no part of any model (see ``Controller``).
+    process that holds no part of any model (see ``Controller``). ``parts``: of the stages that have one.
     """
     if provider is not None:
         if plan is None:
             raise TypeError("attach: a controller needs the plan to begin with")
-        return Controller(plan, provider, replan=replan, deadline_s=deadline_s)
+        return Controller(plan, provider, replan=replan, parts=parts or {}, deadline_s=deadline_s)
     if store is None or device is None:
         raise TypeError("attach: a process needs store and device; a controller needs provider")
     return Job(
         plan,
         store=store,
-        device=device_of(device),
+        seat=Seat(device_of(device), part),
         name=name,
         deadline_s=deadline_s,
         journal=journal,

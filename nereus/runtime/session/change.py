@@ -258,12 +258,11 @@ class Change:
         self.built = Built(groups)
         problem = ""
         try:
-            process_of = command.process_of()
             for stage in command.plan.owners():
-                place = groups.place(stage, process_of)
+                bound = self.stages.get(stage.name)
+                place = groups.place(stage, command.process_of(bound.part if bound is not None else ""))
                 if place is None:
                     continue
-                bound = self.stages.get(stage.name)
                 if bound is None:
                     raise Fault(CANNOT_START, f"{stage.name} is bound to nothing here", where=self.record.where)
                 state = self._state_for(stage.name)

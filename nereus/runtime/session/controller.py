@@ -33,7 +33,7 @@ from nereus.runtime.faults import CANNOT_START, DEADLINE, PROCESS_ENDED, WRONG_S
 from nereus.runtime.providers.base import ProcessProvider
 from nereus.runtime.session.change import COMMIT, REHEARSED, Outcome
 from nereus.runtime.session.lead import Lead, devices_of, names
-from nereus.runtime.session.members import Arrival, Command, Losses, Member, Word, failure_of
+from nereus.runtime.session.members import Arrival, Command, Losses, Member, Seat, Word, failure_of
 from nereus.runtime.session.record import Record, digest_of
 from nereus.runtime.session.recovery import Replan, Turn, no_replan
 
@@ -61,7 +61,15 @@ class Controller:
     """See ``attach``. ``outcomes``: of every change so far: the longest phases of all processes, the sum of their
     bytes."""
 
-    def __init__(self, plan: Plan, provider: ProcessProvider, *, replan: Replan | None, deadline_s: float) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        provider: ProcessProvider,
+        *,
+        replan: Replan | None,
+        parts: Mapping[str, str],
+        deadline_s: float,
+    ) -> None:
         self.provider = provider
         self.record = Record(provider.store, provider.name, 0)
         self.plan = pin(plan)
@@ -72,6 +80,7 @@ class Controller:
         self._replan, self._deadline_s = replan or no_replan, deadline_s
         self._losses = Losses(self.record)
         self._lead = Lead(self.record, self._losses, deadline_s=deadline_s, spawn=provider.spawn)
+        self._lead.parts.update(parts)
         self._requested: Plan | None = None
         self._rehearses = False
         self._turn = 0
@@ -84,14 +93,14 @@ class Controller:
     # -- what the script says ------------------------------------------------------------------------------------------
 
     def start(self, loop: Mapping[str, Any] | None = None) -> Outcome:
-        """Start a process for every device of the plan, and build the plan's objects in them; the workers begin to
+        """Start the processes of all devices of the plan, and build the plan's objects in them; the workers begin to
         train. Raises Fault where that does not come about."""
         self.loop = dict(loop or {})
-        nodes: dict[str, list[Device]] = {}
-        for device in devices_of(self.plan):
-            nodes.setdefault(device.node, []).append(device)
+        nodes: dict[str, list[Seat]] = {}
+        for seat in sorted(self._lead.seats(self.plan)):
+            nodes.setdefault(seat.device.node, []).append(seat)
         with ThreadPoolExecutor(min(len(nodes), _NODES_AT_ONCE)) as pool:  # starting a node's first process takes long
-            for _ in pool.map(lambda devices: [self.provider.spawn(device) for device in devices], nodes.values()):
+            for _ in pool.map(lambda seats: [self.provider.spawn(s.device, s.part) for s in seats], nodes.values()):
                 pass
         self._lead.begin(self.plan, dict(self.loop))
         self._loops[0] = dict(self.loop)
@@ -110,7 +119,7 @@ class Controller:
         self._requested, self._rehearses = pin(plan), True
 
     def retire(self, device: Device) -> None:
-        """End the process of a device that serves no plan now, so that its machine can go. ValueError where it does."""
+        """End the processes of a device that serves no plan now, so that its machine can go. Raises ValueError."""
         if device in devices_of(self.plan):
             raise ValueError(f"{device} serves the plan: change to one that does without it first")
         self.provider.retire(device)
@@ -231,8 +240,7 @@ class Controller:
             self.outcomes.append(outcome)
         if fault is None:
             self.epoch, self.plan, self.version, self._turn = epoch, command.plan, command.version, 0
-            needed = set(devices_of(command.plan))
-            self.members = tuple(m for m in command.members if m.device in needed)
+            self.members = self._lead.serving(command.plan, command.members)
             self.loop = dict(self._loops.get(self.version, self.loop))
         self._released = time.monotonic()
         return outcome

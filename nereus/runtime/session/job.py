@@ -25,7 +25,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nereus.ir.cluster import Device
 from nereus.ir.plan import Plan
 from nereus.passes.place import pin
 from nereus.runtime.adapters.base import Adapter
@@ -42,7 +41,7 @@ from nereus.runtime.session.change import COMMIT, REHEARSED, Built, Change, OnPh
 from nereus.runtime.session.checkpoint import Storage
 from nereus.runtime.session.controller import said_by
 from nereus.runtime.session.journal import Journal
-from nereus.runtime.session.lead import Lead, Spawn, devices_of, names
+from nereus.runtime.session.lead import Lead, Spawn, names
 from nereus.runtime.session.members import (
     Arrival,
     BoundStage,
@@ -51,6 +50,7 @@ from nereus.runtime.session.members import (
     Losses,
     Member,
     Probe,
+    Seat,
     View,
     Word,
     tell_failure,
@@ -83,7 +83,7 @@ class Job:
         plan: Plan | None,
         *,
         store: Any,
-        device: Device,
+        seat: Seat,
         name: str,
         deadline_s: float,
         journal: str | os.PathLike[str] | None,
@@ -94,7 +94,7 @@ class Job:
     ) -> None:
         number = Record(store, name, 0).count("members")
         self.record = Record(store, name, number)
-        self.me = Member(number=number, device=device, host=socket.gethostname(), pid=os.getpid())
+        self.me = Member(number=number, seat=seat, host=socket.gethostname(), pid=os.getpid())
         first = said_by(self.record)
         #: Whether a controller leads.
         self.led = first is not None
@@ -140,13 +140,16 @@ class Job:
         probe: Probe | None = None,
         tolerance: float = 1e-3,
         cache: bool = False,
+        part: str = "",
     ) -> None:
         """How to build a stage's objects for a layout. All processes bind all stages, whatever they serve now.
 
         ``cache``: the stage holds a copy of weights that ``sync`` brings (an engine): nothing of it is kept or moved
         by a change, and it must be synced after each, and after a recovery, before it is used. Its builder may hand
-        out again the objects that there are, where their layout is the same."""
-        self._stages[stage] = BoundStage(build=build, probe=probe, tolerance=tolerance, cache=cache)
+        out again the objects that there are, where their layout is the same. ``part``: whose stage it is, on devices
+        that have several processes (``attach``)."""
+        self._stages[stage] = BoundStage(build=build, probe=probe, tolerance=tolerance, cache=cache, part=part)
+        self._lead.parts[stage] = part
 
     def quiesce(self, hook: Callable[[Command], str | None]) -> None:
         """``hook`` brings to rest what must not run beside a change (a checkpoint being written, prefetching), or
@@ -414,8 +417,7 @@ class Job:
             return outcome
         old, self._built = self._built, built if built.adapters else None
         self.epoch, self.plan, self.version = command.epoch, command.plan, command.version
-        needed = set(devices_of(command.plan))
-        self.members = tuple(m for m in command.members if m.device in needed)
+        self.members = self._lead.serving(command.plan, command.members)
         if command.base or command.loop is not None:
             self.loop = dict(change.loop)
         self._turn, self._touched, self._syncs, self._checkpoints = 0, False, 0, 0

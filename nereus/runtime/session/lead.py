@@ -10,18 +10,20 @@ from typing import Any
 from nereus.ir.cluster import Device
 from nereus.ir.plan import Plan
 from nereus.runtime.faults import CANNOT_START, PARTICIPANT_FAILED, Fault
-from nereus.runtime.session.members import Command, Losses, Member, joined
+from nereus.runtime.session.members import Command, Losses, Member, Seat, joined
 from nereus.runtime.session.record import Record
 
-#: Asks the owner of processes for one on a device that the new plan uses and nobody serves.
-Spawn = Callable[[Device], object]
+#: Asks the owner of processes for one of a part on a device that the new plan uses and nobody serves.
+Spawn = Callable[[Device, str], object]
 
 
 class Lead:
-    """``ended``: the newest epoch that is known to have ended. ``spawn``: None where no new process can be had."""
+    """``ended``: the newest epoch that is known to have ended. ``spawn``: None where no new process can be had.
+    ``parts``: of stages whose processes are not those of the rest."""
 
     def __init__(self, record: Record, losses: Losses, *, deadline_s: float, spawn: Spawn | None) -> None:
         self.ended = 0
+        self.parts: dict[str, str] = {}
         self._record, self._losses = record, losses
         self._deadline_s, self._spawn = deadline_s, spawn
         self._known: dict[int, Member] = {}
@@ -30,9 +32,9 @@ class Lead:
     def begin(self, plan: Plan, loop: Mapping[str, Any] | None = None) -> None:
         """Epoch 1: from nothing to the plan, of the processes that are there first on its devices. Raises Fault where
         a device has none within the deadline."""
-        needed = set(devices_of(plan))
+        needed = self.seats(plan)
         end = time.monotonic() + self._deadline_s
-        while missing := needed - {m.device for m in joined(self._record, self._known).values()}:
+        while missing := needed - {m.seat for m in joined(self._record, self._known).values()}:
             if self._record.decided("epoch/1/command") is not None:
                 return
             if time.monotonic() > end:
@@ -42,6 +44,15 @@ class Lead:
         members = _serving(needed, self._known.values())
         command = Command(epoch=1, base=0, plan=plan, members=members, version=0, why="start", loop=loop)
         self._record.first("epoch/1/command", command)
+
+    def seats(self, plan: Plan) -> set[Seat]:
+        """Where the plan's stages need processes."""
+        return {Seat(device, self.parts.get(stage.name, "")) for stage in plan.owners() for device in stage.ranks}
+
+    def serving(self, plan: Plan, members: Iterable[Member]) -> tuple[Member, ...]:
+        """Those of ``members`` that the plan needs."""
+        needed = self.seats(plan)
+        return tuple(m for m in members if m.seat in needed)
 
     def requested(self) -> Plan | None:
         """The next plan that was asked for, if one was."""
@@ -78,21 +89,21 @@ class Lead:
     ) -> Command:
         """From the plan of epoch ``base``, which ``members`` serve, to ``plan``, with members for all its devices:
         those who serve, then spares; new processes are asked for. Raises Fault (CANNOT_START)."""
-        needed = set(devices_of(plan))
-        asked: set[Device] = set()
+        needed = self.seats(plan)
+        asked: set[Seat] = set()
         end = time.monotonic() + self._deadline_s
         while True:
             self._losses.look()
             spares = [m for m in joined(self._record, self._known).values() if not self._losses.has(m)]
             chosen = _serving(needed, [*members, *spares])
-            if not (missing := needed - {m.device for m in chosen}) or time.monotonic() > end:
+            if not (missing := needed - {m.seat for m in chosen}) or time.monotonic() > end:
                 break
             if self._spawn is None and not asked:
                 end = min(end, time.monotonic() + 1.0)  # none can come but those that are on their way
-            for device in sorted(missing - asked):
-                asked.add(device)
+            for seat in sorted(missing - asked):
+                asked.add(seat)
                 if self._spawn is not None:
-                    self._spawn(device)
+                    self._spawn(seat.device, seat.part)
             time.sleep(0.01)
         if missing:
             text = f"no process serves {', '.join(map(str, sorted(missing)))}"
@@ -118,10 +129,10 @@ def names(devices: Iterable[Device]) -> str:
     return ", ".join(map(str, devices))
 
 
-def _serving(devices: set[Device], members: Iterable[Member]) -> tuple[Member, ...]:
-    """One member for each device, the first in the given order."""
-    found: dict[Device, Member] = {}
+def _serving(seats: set[Seat], members: Iterable[Member]) -> tuple[Member, ...]:
+    """One member for each seat, the first in the given order."""
+    found: dict[Seat, Member] = {}
     for member in members:
-        if member.device in devices:
-            found.setdefault(member.device, member)
+        if member.seat in seats:
+            found.setdefault(member.seat, member)
     return tuple(sorted(found.values(), key=lambda m: m.number))

@@ -85,7 +85,7 @@ class LocalProcesses:
         self._jobs = {name: (self.record, self._args)}
         self._job_of: dict[int, str] = {}  # by pid
         self._pids: dict[int, int] = {}  # order number -> pid
-        self._latest: dict[tuple[str, Device], int] = {}  # pid of each job and device
+        self._latest: dict[tuple[str, Device, str], int] = {}  # pid of each job, device and part
         self._orders = 0
         self._asked: dict[str, int] = {}
         self._lock = threading.Condition()
@@ -94,14 +94,21 @@ class LocalProcesses:
         for work in (self._listen, self._watch):
             threading.Thread(target=work, daemon=True).start()
 
-    def spawn(self, device: str | Device, *, name: str | None = None, args: Mapping[str, Any] | None = None) -> int:
+    def spawn(
+        self,
+        device: str | Device,
+        part: str = "",
+        *,
+        name: str | None = None,
+        args: Mapping[str, Any] | None = None,
+    ) -> int:
         """Raises Fault where no process comes. ``name``, ``args``: of a job beside this one's own, which shares nothing
         with it but the store and the nursery."""
         if self._cluster is not None and device_of(device) not in self._cluster.devices:
             raise Fault(CANNOT_START, f"no process was started for {device}: no node here has it")
         name = name or self.name
         given = {**self._args, **(args or {})}
-        words = {"name": name, "args": given}
+        words = {"name": name, "args": {**given, **({"part": part} if part else {})}}
         with self._lock:
             if name not in self._jobs:
                 self._jobs[name] = Record(self.store, name, 0), given
@@ -113,13 +120,14 @@ class LocalProcesses:
                 raise Fault(CANNOT_START, f"no process was started for {device}")
             pid = self._pids[number]
             self._job_of[pid] = name
-            self._latest[name, device_of(device)] = pid
+            self._latest[name, device_of(device), part] = pid
             return pid
 
     def retire(self, device: Device) -> None:
         with self._lock:
-            pid = self._latest.pop((self.name, device), None)
-        if pid is not None:
+            keys = [key for key in self._latest if key[:2] == (self.name, device)]
+            pids = [self._latest.pop(key) for key in keys]
+        for pid in pids:
             self.kill(pid)
 
     def inventory(self) -> tuple[Machine, ...]:
@@ -202,9 +210,9 @@ class LocalProcesses:
             for name, (record, args) in jobs.items():
                 number = self._asked.get(name, 0) + 1
                 try:
-                    if (device := record.get(f"spawn/{number}")) is not None:
+                    if (asked := record.get(f"spawn/{number}")) is not None:
                         self._asked[name] = number
-                        self.spawn(device, name=name, args=args)
+                        self.spawn(*asked, name=name, args=args)
                 except Fault as fault:
                     if self._closing or fault.code == STORE_LOST:
                         return
@@ -213,9 +221,9 @@ class LocalProcesses:
             time.sleep(_POLL_S)
 
 
-def asking(record: Record) -> Callable[[Device], None]:
+def asking(record: Record) -> Callable[[Device, str], None]:
     """For ``attach(spawn=...)`` in a process whose launcher is a ``LocalProcesses``."""
-    return lambda device: record.put(f"spawn/{record.count('spawns')}", str(device))
+    return lambda device, part: record.put(f"spawn/{record.count('spawns')}", (str(device), part))
 
 
 def _python(

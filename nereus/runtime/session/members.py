@@ -17,14 +17,30 @@ from nereus.runtime.groups import Place
 from nereus.runtime.session.record import Record
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Seat:
+    """Where a process of the job is: a device, and which of its processes, where it has several (a trainer's and an
+    engine's, each with caches of its own). Those of one device have different ``part``s."""
+
+    device: Device
+    part: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.device} ({self.part})" if self.part else str(self.device)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
     """A process of the job. ``number`` is never used again."""
 
     number: int
-    device: Device
+    seat: Seat
     host: str
     pid: int
+
+    @property
+    def device(self) -> Device:
+        return self.seat.device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +64,9 @@ class Command:
     def numbers(self) -> tuple[int, ...]:
         return tuple(m.number for m in self.members)
 
-    def process_of(self) -> dict[Device, int]:
-        """Which process serves each device of the new plan."""
-        return {m.device: m.number for m in self.members}
+    def process_of(self, part: str) -> dict[Device, int]:
+        """The process of that part on each device of the new plan."""
+        return {m.device: m.number for m in self.members if m.seat.part == part}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +115,14 @@ Probe = Callable[[Any, View], Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundStage:
-    """``tolerance``: largest relative difference of the probe's figures, for another order of sums. ``cache``: see
+    """``tolerance``: largest relative difference of the probe's figures, for another order of sums. The rest: see
     ``Job.bind``."""
 
     build: Builder
     probe: Probe | None = None
     tolerance: float = 1e-3
     cache: bool = False
+    part: str = ""
 
 
 def device_of(name: str | Device) -> Device:
@@ -153,7 +170,7 @@ class Losses:
         self.look()
         for member in members:
             if self.has(member):
-                return Fault(PROCESS_ENDED, f"process {member.number} on {member.device} has ended", where="job")
+                return Fault(PROCESS_ENDED, f"process {member.number} on {member.seat} has ended", where="job")
         return None
 
 
