@@ -105,6 +105,7 @@ bench: $(RUN_STAMP)
 	$(BIN)/python benchmarks/coarse.py
 	$(BIN)/python benchmarks/cost_model.py
 	$(BIN)/python benchmarks/decode.py
+	$(BIN)/python benchmarks/search.py
 
 soak: $(DEV_STAMP)
 	$(TEST_ENV) $(BIN)/python benchmarks/soak_sim.py $(SOAK_ARGS)

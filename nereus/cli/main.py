@@ -41,6 +41,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "verify": ("verify", "prove a saved transition from its file alone, with code that the compiler does not share"),
     "import": ("import_", "make a plan from the configuration of a training framework"),
     "run": ("run", "carry out a change between plans on real tensors on this machine, and check every element"),
+    "plan": ("plan", "the best layouts for the stages of a plan on the GPUs that they have"),
     "fit": ("fit", "learn from measured training runs what steps take and how much memory"),
     "predict": ("predict", "step time and peak memory of training runs, with the error where they were measured"),
     "passes": ("passes", "list the passes of the compiler, their options and the pipeline"),

@@ -1,16 +1,29 @@
-"""What ``fit`` and ``predict`` have in common."""
+"""What ``fit``, ``predict`` and ``plan`` have in common."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from nereus.cli.files import read_text
 from nereus.ir.diagnostic import Diagnostic, Severity
 
 if TYPE_CHECKING:
     from nereus.planner.accuracy import Accuracy
+    from nereus.planner.calibration import Calibration
     from nereus.planner.rows import Row
+
+
+def read_calibration(path: str) -> Calibration:
+    from nereus.planner.calibration import from_document
+
+    text = read_text(path)
+    try:
+        return from_document(json.loads(text), path)
+    except json.JSONDecodeError as error:
+        return from_document({"version": f"unknown (line {error.lineno}: {error.msg})"}, path)
 
 
 def bad_rows(rows: Sequence[Row], path: str) -> list[Diagnostic]:

@@ -76,6 +76,10 @@ class Calibration:
         """Seconds."""
         return self.step_time.predict(_timed(runs))
 
+    def expect_step_time(self, runs: Sequence[Run]) -> Floats:
+        """Seconds, without their range."""
+        return self.step_time.expect(_timed(runs))
+
     def predict_peak_memory(self, runs: Sequence[Run]) -> Predicted:
         """Bytes on the fullest GPU, as the run's kind of reading counts them."""
         return self.peak_memory.predict(_weighed(runs))

@@ -87,25 +87,26 @@ class _Columns:
 
 
 def class_seconds(servings: Sequence[Serving]) -> Floats:
-    """[servings, CLASSES] seconds per generated token of one engine. A pipeline of p stages keeps p batches going; each
-    stage holds a p-th of the layers, so that its share of time per token is that of one stage."""
+    """[servings, CLASSES] seconds per generated token of one engine. A pipeline of p stages cuts the batch into p
+    groups, of which each stage works on one: every group reads all weights, the rest is done p at a time."""
     c = _Columns(*(np.array([getattr(s, f.name) for s in servings], float) for f in fields(_Columns)))
     flops, flops16, hbm, intra = (
         np.array([getattr(s.machine, name) for s in servings], float)
         for name in ("flops_per_s", "flops16_per_s", "hbm_bytes_per_s", "intra_bytes_per_s")
     )
-    layers = c.layers / c.pp
-    # Experts that a batch does not reach are not read.
-    reached = np.minimum(c.params, c.active_params * np.maximum(c.batch, 1.0)) / c.pp
-    reductions = 2 * layers * 2 * (c.tp - 1) / c.tp * _BF16 * c.hidden / intra
+    at_once = np.minimum(c.pp, np.maximum(c.batch, 1.0))
+    # Experts that a group does not reach are not read.
+    reached = np.minimum(c.params, c.active_params * np.maximum(c.batch / c.pp, 1.0))
+    reduced = 2 * c.layers * 2 * (c.tp - 1) / c.tp * _BF16 * c.hidden / intra
+    prompts = c.prompt_len / c.response_len  # prompt tokens for each generated one
     found = {
         "weights": reached * c.weight_bytes / c.tp / hbm / c.batch,
-        "cache": (c.prompt_len + c.response_len / 2) * c.cache_token_bytes / hbm,
-        "compute": 2 * c.active_params / c.pp / c.tp / flops,
-        "tp": reductions * (1 + c.prompt_len / c.response_len),
-        "launch": layers * (_LAUNCH_S + 2 * _COLLECTIVE_S * np.log2(c.tp)) / c.batch,
-        "prefill": 2 * c.active_params / c.pp * c.prompt_len / c.response_len / c.tp / flops,
-        "prefill_core": 2 * layers * c.prompt_len**2 * c.hidden / c.response_len / c.tp / flops16,
+        "cache": (c.prompt_len + c.response_len / 2) * c.cache_token_bytes * c.pp / at_once / hbm,
+        "compute": 2 * c.active_params / c.tp / flops / at_once,
+        "tp": reduced * (1 + prompts) / at_once,
+        "launch": c.layers * (_LAUNCH_S + 2 * _COLLECTIVE_S * np.log2(c.tp)) / c.batch,
+        "prefill": 2 * c.active_params * prompts / c.tp / flops / at_once,
+        "prefill_core": 2 * c.layers * c.prompt_len * prompts * c.hidden / c.tp / flops16 / at_once,
         "sampling": np.full_like(c.batch, _SAMPLE_S),
     }
     return np.stack([found[name] for name in CLASSES], axis=1)

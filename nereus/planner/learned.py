@@ -90,6 +90,12 @@ class Learned:
         """[runs, classes] what each class takes, in times of its formula."""
         return np.exp(_limited(self.beliefs, _common(self.beliefs, runs, self.seen) @ self.pull))
 
+    def expect(self, runs: Seen) -> Floats:
+        """The values of ``predict`` alone, which take a fraction of its time."""
+        total = (runs.x * self.factors(runs)).sum(axis=1)
+        expected: Floats = total * np.exp(_near(self.beliefs, runs, self.seen) @ self.near_pull)
+        return expected
+
     def predict(self, runs: Seen) -> Predicted:
         beliefs = self.beliefs
         common, near = _common(beliefs, runs, self.seen), _near(beliefs, runs, self.seen)

@@ -10,7 +10,7 @@ Generation has a long tail: the last sequences decode almost alone. Lengths are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from nereus.ir.plan import Plan, Stage
 from nereus.models.memory.cache import cache_tokens
+from nereus.models.memory.state import owner_of
 from nereus.models.memory.steady import steady_state
 from nereus.planner.calibration import Calibration
 from nereus.planner.stage_runs import run_of_stage, serving_of_stage
@@ -62,39 +63,72 @@ def stage_time(plan: Plan, stage: Stage, calibration: Calibration) -> StageTime:
     if stage.kind == "generate":
         return _generation(plan, stage, calibration)
     predicted = calibration.predict_step_time([run_of_stage(plan, stage)])
-    workload = plan.workload
-    times = workload.num_samples * workload.epochs / workload.mini_batch if stage.is_train else 1.0
-    seconds = float(predicted.value[0]) * times
+    seconds = float(predicted.value[0]) * _times(plan, stage)
     return StageTime(stage=stage.name, seconds=seconds, deviation=float(predicted.deviation[0]))
 
 
-def schedule(plan: Plan, times: Mapping[str, StageTime]) -> StepTime:
-    """Each stage as early as its GPUs and what it needs allow, in plan order within a phase."""
+def stage_seconds(plans: Sequence[Plan], name: str, calibration: Calibration) -> list[float]:
+    """Of one stage in many plans at once, without ranges."""
+    stages = [plan.stage(name) for plan in plans]
+    if stages and stages[0].kind == "generate":
+        return [stage_time(plan, stage, calibration).seconds for plan, stage in zip(plans, stages, strict=True)]
+    expected = calibration.expect_step_time([run_of_stage(*pair) for pair in zip(plans, stages, strict=True)])
+    return [float(s) * _times(plan, stage) for s, plan, stage in zip(expected, plans, stages, strict=True)]
+
+
+def _times(plan: Plan, stage: Stage) -> float:
+    """Optimizer updates of an RL step; 1 for a stage that does not train."""
+    workload = plan.workload
+    return workload.num_samples * workload.epochs / workload.mini_batch if stage.is_train else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """``after``: each stage with those that it waits for, which stand before it. Times change nothing of it."""
+
+    after: tuple[tuple[str, tuple[str, ...]], ...]
+
+    def ends(self, seconds: Mapping[str, float]) -> dict[str, float]:
+        """When each stage ends that takes so long; it starts as early as those that it waits for allow."""
+        found: dict[str, float] = {}
+        for name, before in self.after:
+            found[name] = seconds[name] + max((found[other] for other in before), default=0.0)
+        return found
+
+
+def order_of(plan: Plan) -> Order:
+    """Plan order within a phase. Services take no time and are left out."""
     sync = plan.workload.mode == "sync"
-    placed: dict[str, StageTime] = {}
-    waited: dict[str, str] = {}
-    for stage in sorted((s for s in plan.stages if s.name in times), key=lambda s: _PHASES[s.kind]):
-        before = [other for name, other in placed.items() if _waits(plan, stage, plan.stage(name), sync=sync)]
-        last = max(before, key=lambda other: other.end_s, default=None)
-        if last is not None:
-            waited[stage.name] = last.stage
-        placed[stage.name] = replace(times[stage.name], start_s=last.end_s if last else 0.0)
-    end = max(placed.values(), key=lambda time: time.end_s, default=None)
-    critical: list[str] = []
-    name = end.stage if end else None
-    while name is not None:
-        critical.append(name)
-        name = waited.get(name)
-    seconds = end.end_s if end else 0.0
-    # Errors of stages that run one after another are taken as independent.
-    variance = sum((placed[name].seconds * placed[name].deviation) ** 2 for name in critical)
-    deviation = float(np.sqrt(variance)) / seconds if seconds else 0.0
-    return StepTime(
-        seconds=seconds, deviation=deviation, stages=tuple(placed.values()), critical=tuple(reversed(critical))
+    stages = sorted((s for s in plan.stages if s.service is None), key=lambda s: _PHASES[s.kind])
+    return Order(
+        after=tuple(
+            (stage.name, tuple(other.name for other in stages[:number] if _waits(stage, other, sync=sync)))
+            for number, stage in enumerate(stages)
+        )
     )
 
 
-def _waits(plan: Plan, stage: Stage, other: Stage, *, sync: bool) -> bool:
+def schedule(plan: Plan, times: Mapping[str, StageTime]) -> StepTime:
+    order = order_of(plan)
+    ends = order.ends({name: time.seconds for name, time in times.items()})
+    after = dict(order.after)
+    placed = tuple(
+        replace(times[name], start_s=max((ends[other] for other in before), default=0.0))
+        for name, before in order.after
+    )
+    critical: list[str] = []
+    name = max(ends, key=lambda n: ends[n], default=None)
+    while name is not None:
+        critical.append(name)
+        name = max(after[name], key=lambda n: ends[n], default=None)
+    seconds = max(ends.values(), default=0.0)
+    # Errors of stages that run one after another are taken as independent.
+    variance = sum((times[name].seconds * times[name].deviation) ** 2 for name in critical)
+    deviation = float(np.sqrt(variance)) / seconds if seconds else 0.0
+    return StepTime(seconds=seconds, deviation=deviation, stages=placed, critical=tuple(reversed(critical)))
+
+
+def _waits(stage: Stage, other: Stage, *, sync: bool) -> bool:
     """Whether ``stage`` starts only after ``other``, which comes first, has ended."""
     if not set(stage.devices).isdisjoint(other.devices):
         return True
@@ -110,7 +144,7 @@ def _feeds(other: Stage, stage: Stage) -> bool:
 
 def _generation(plan: Plan, stage: Stage, calibration: Calibration) -> StageTime:
     samples = plan.workload.num_samples / stage.dp
-    held = next((tokens for s, tokens, _ in cache_tokens(plan, steady_state(plan)) if s.name == stage.name), 0)
+    held = _tokens_held(plan, stage)
     most = max(1.0, held / plan.workload.seq_len)
     at_once = min(samples, most)
     token_s, deviation = _pace(plan, stage, calibration, at_once)
@@ -121,6 +155,14 @@ def _generation(plan: Plan, stage: Stage, calibration: Calibration) -> StageTime
     tokens = np.diff(lengths, prepend=0.0)
     tail_s = sum(token_s(max(1.0, b)) * max(1.0, b) * count for b, count in zip(alive, tokens, strict=True))
     return StageTime(stage=stage.name, seconds=float(full_s + tail_s), deviation=deviation)
+
+
+def _tokens_held(plan: Plan, stage: Stage) -> int:
+    """By the cache of one engine."""
+    owner = owner_of(plan, stage)
+    inside = tuple(s for s in plan.stages if s.service is None and owner_of(plan, s).name == owner.name)
+    alone = replace(plan, stages=inside)
+    return next((tokens for s, tokens, _ in cache_tokens(alone, steady_state(alone)) if s.name == stage.name), 0)
 
 
 def _pace(plan: Plan, stage: Stage, calibration: Calibration, most: float) -> tuple[Callable[[float], float], float]:

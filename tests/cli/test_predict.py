@@ -94,3 +94,17 @@ def test_the_step_of_a_plan(nereusc: Any, tmp_path: Path) -> None:
     assert document["seconds"] == document["stages"][0]["seconds"] and document["stages"][0]["critical"]
     path.write_text("cluster {")
     assert nereusc("predict", str(path)).code == 1
+
+
+def test_the_best_plan_is_written_as_a_variant(nereusc: Any, tmp_path: Path, repo_root: Path) -> None:
+    plans = repo_root / "tests" / "plans"
+    job = tmp_path / "job.plan"
+    job.write_text((plans / "ppo-8b-4k-refused.plan").read_text().replace('extends "', f'extends "{plans}/'))
+    better = tmp_path / "better.plan"
+    ran = nereusc("plan", str(job), "-o", str(better), "--best", "1")
+    assert ran.code == 0 and "does not fit" in ran.stdout and "1. " in ran.stdout
+    assert nereusc("check", "--quiet", str(better)).code == 0
+    document = nereusc("plan", "--json", "--pin", "ref.infer", str(job)).json()
+    assert document["present_seconds"] is None and "ref.infer" not in document["best"][0]["changes"]
+    assert all(s["peak_bytes"] <= s["capacity_bytes"] for s in document["best"][0]["stages"])
+    assert nereusc("plan", "--pin", "nobody", str(job)).code == 64

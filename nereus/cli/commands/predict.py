@@ -4,12 +4,11 @@ step of a plan, stage by stage."""
 from __future__ import annotations
 
 import argparse
-import json
 from typing import TYPE_CHECKING, Any
 
 from nereus.cli.exit_codes import ExitCode, for_diagnostics
 from nereus.cli.files import read_text
-from nereus.cli.measurements import bad_rows, percent, show, within_90
+from nereus.cli.measurements import bad_rows, percent, read_calibration, show, within_90
 from nereus.cli.options import add_json, add_output_format
 from nereus.cli.output import Output, table
 from nereus.ir.units import GB
@@ -31,7 +30,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     from nereus.planner.calibration import calibrate
     from nereus.planner.rows import read_rows
 
-    calibration: Calibration = calibrate(()) if args.calibration is None else _read_calibration(args.calibration)
+    calibration: Calibration = calibrate(()) if args.calibration is None else read_calibration(args.calibration)
     if args.file.endswith(".plan"):
         return _plan(args, calibration, out)
     rows = read_rows(read_text(args.file), args.file)
@@ -107,16 +106,6 @@ def _plan(args: argparse.Namespace, calibration: Calibration, out: Output) -> in
     out.print("\n".join(table(("stage", "starts", "s", "90 in 100", ""), lines, right=(1, 2, 3))))
     out.print("* on the critical path; weight sync, offloading and set-up between stages are not counted")
     return ExitCode.OK
-
-
-def _read_calibration(path: str) -> Calibration:
-    from nereus.planner.calibration import from_document
-
-    text = read_text(path)
-    try:
-        return from_document(json.loads(text), path)
-    except json.JSONDecodeError as error:
-        return from_document({"version": f"unknown (line {error.lineno}: {error.msg})"}, path)
 
 
 def _summary(predicted: list[dict[str, Any]], name: str) -> dict[str, Any] | None:

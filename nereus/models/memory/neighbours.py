@@ -50,10 +50,16 @@ def neighbours(plan: Plan, owner: Stage) -> Iterator[Neighbour]:
                     wanted.setdefault((tp, pp, ep), keys)
     order = {"tp": 0, "pp": 1, "ep": 2}
     for (tp, pp, ep), keys in sorted(wanted.items(), key=lambda item: (len(item[1]), [order[k] for k in item[1]])):
-        found = _changed(plan, owner, tp=tp, pp=pp, ep=ep)
+        found = at_degrees(plan, owner, tp=tp, pp=pp, ep=ep)
         if found is not None:
-            text, stages = found
-            yield Neighbour(text=text, keys=keys, change=_setter(stages))
+            yield replace(found, keys=keys)
+
+
+def at_degrees(plan: Plan, owner: Stage, *, tp: int, pp: int, ep: int) -> Neighbour | None:
+    """The stages of ``owner``'s processes at these degrees, on the GPUs that they have; None where the front end would
+    refuse the plan."""
+    found = _changed(plan, owner, tp=tp, pp=pp, ep=ep)
+    return None if found is None else Neighbour(text=found[0], keys=(), change=_setter(found[1]))
 
 
 def _setter(changed: dict[str, dict[str, object]]) -> Callable[[Plan], Plan]:

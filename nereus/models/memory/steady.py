@@ -13,7 +13,7 @@ front end refuses that). So one stage at a time is the rule for both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from nereus.ir.arch import Arch
@@ -87,6 +87,31 @@ def resident_state_bytes(plan: Plan, stage: Stage) -> tuple[int, ...]:
     copy = _copy_of(copies(plan), owner_of(plan, stage).name, stage)
     per_index = [device_state_bytes(copy, index) for index in range(copy.stage.pp)]
     return tuple(per_index[index] for index in pipeline_index_of_ranks(owner_of(plan, stage)))
+
+
+def running_bytes(plan: Plan, stage: Stage, mem_bytes: int) -> tuple[int, ...]:
+    """What the processes of ``stage`` hold while it runs, by pipeline stage, contexts apart. ``mem_bytes``: of the GPU
+    (an engine's cache may be a share of it)."""
+    owner, all_copies = owner_of(plan, stage), copies(plan)
+    running = _copy_of(all_copies, owner.name, stage)
+    beside = [copy for copy in all_copies if copy is not running and copy.owner.name == owner.name]
+    return tuple(
+        _sum(_running_parts(plan, running, stage, index, mem_bytes))
+        + sum(_sum(_resident_parts(plan, copy, index, mem_bytes)) for copy in beside)
+        for index in range(owner.pp)
+    )
+
+
+def idle_bytes(plan: Plan, owner: Stage, mem_bytes: int) -> tuple[int, ...]:
+    """What the processes of ``owner`` hold while none of their stages runs, by pipeline stage, contexts apart."""
+    inside = [copy for copy in copies(plan) if copy.owner.name == owner.name]
+    return tuple(
+        sum(_sum(_resident_parts(plan, copy, index, mem_bytes)) for copy in inside) for index in range(owner.pp)
+    )
+
+
+def _sum(parts: Iterable[Part]) -> int:
+    return sum(part.num_bytes for part in parts)
 
 
 def engine_running_bytes(plan: Plan, stage: Stage) -> tuple[int, ...]:

@@ -1,0 +1,200 @@
+"""Layouts that the processes of a stage could have on the GPUs that they have: what each takes and holds.
+
+Degrees are all that the front end would accept; a training stage also tries micro-batches, recomputation and ZeRO
+levels. A candidate that another beats in every respect (the time of each of its stages, the bytes on each GPU while
+each runs and while none does, the keys to write) can be part of no best plan and is passed over. Bytes are counted when
+they are asked for: most candidates are too slow to be looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nereus.ir.cluster import Device
+from nereus.ir.plan import Plan, Stage
+from nereus.models.batch import legal_micro_batches
+from nereus.models.legality import legal_ep
+from nereus.models.memory.neighbours import at_degrees, members
+from nereus.models.memory.state import pipeline_index_of_ranks
+from nereus.models.memory.steady import idle_bytes, mem_bytes_of, running_bytes
+from nereus.planner.calibration import Calibration
+from nereus.planner.rl_step import stage_seconds
+
+Bytes: TypeAlias = NDArray[np.int64]
+#: Micro-batches above this have never been the best of published runs.
+_LARGEST_MICRO_BATCH = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Bytes in the order of ``devices``, contexts apart: while each stage runs, and while none does."""
+
+    devices: tuple[Device, ...]
+    running: Mapping[str, Bytes]
+    idle: Bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """``changes``: what to write, by stage; empty where the plan stays as it is. ``seconds``: by stage. ``alone``: a
+    plan of the owner's stages."""
+
+    owner: str
+    changes: Mapping[str, str]
+    num_changes: int
+    seconds: Mapping[str, float]
+    alone: Plan
+
+    def change(self, plan: Plan) -> Plan:
+        by_name = {stage.name: stage for stage in self.alone.stages}
+        return replace(plan, stages=tuple(by_name.get(stage.name, stage) for stage in plan.stages))
+
+
+class Candidates:
+    """Those of one owner, by the sum of their seconds."""
+
+    def __init__(self, found: Iterable[Candidate]) -> None:
+        self.all = tuple(sorted(found, key=lambda c: (sum(c.seconds.values()), c.num_changes)))
+        first = self.all[0]
+        #: The least that each stage takes in any of them.
+        self.fastest = {stage: min(c.seconds[stage] for c in self.all) for stage in first.seconds}
+        self._held: dict[int, Held] = {}
+        self._costs: dict[int, NDArray[np.float64]] = {}
+        self._dominated: dict[int, bool] = {}
+
+    def held(self, number: int) -> Held:
+        if number not in self._held:
+            self._held[number] = _held(self.all[number].alone, self.all[number].owner)
+        return self._held[number]
+
+    def dominated(self, number: int) -> bool:
+        """By one that was looked at before. All that could are in front of it."""
+        if number not in self._dominated:
+            candidate, held = self.all[number], self.held(number)
+            times = [*candidate.seconds.values(), candidate.num_changes]
+            parts = [times, held.idle, *(held.running[stage] for stage in candidate.seconds)]
+            cost = np.concatenate([np.asarray(part, float) for part in parts])
+            self._dominated[number] = any((other <= cost).all() for n, other in self._costs.items() if n < number)
+            if not self._dominated[number]:
+                self._costs[number] = cost
+        return self._dominated[number]
+
+
+def candidates(plan: Plan, owner: Stage, calibration: Calibration, *, pinned: bool = False) -> Candidates:
+    """``pinned``: the present layout alone."""
+    alone = replace(plan, stages=members(plan, owner))
+    chosen: list[tuple[dict[str, str], Plan]] = [({}, alone)] if pinned else list(choices_of(plan, owner))
+    plans = [changed for _, changed in chosen]
+    seconds = {stage.name: stage_seconds(plans, stage.name, calibration) for stage in alone.stages}
+    return Candidates(
+        Candidate(
+            owner=owner.name,
+            changes=changes,
+            num_changes=sum(text.count("=") for text in changes.values()),
+            seconds={name: values[number] for name, values in seconds.items()},
+            alone=changed,
+        )
+        for number, (changes, changed) in enumerate(chosen)
+    )
+
+
+def choices_of(plan: Plan, owner: Stage) -> Iterator[tuple[dict[str, str], Plan]]:
+    """(keys to write by stage, a plan of the owner's stages alone), the present choice first."""
+    plan = replace(plan, stages=members(plan, owner))
+    owner = plan.stage(owner.name)
+    yield {}, plan
+    seen = {_settings_of(plan)}
+    for text, changed in _at_all_degrees(plan, owner):
+        for more, tuned in _tuned(changed, owner.name):
+            if (settings := _settings_of(tuned)) not in seen:
+                seen.add(settings)
+                yield _merged({owner.name: text} if text else {}, more), tuned
+
+
+def _settings_of(plan: Plan) -> tuple[object, ...]:
+    """All that differs between choices: stages with a thousand GPUs are slow to compare whole."""
+    return tuple(
+        (s.tp, s.pp, s.dp, s.ep, s.etp, s.sp, s.vp, s.fsdp, s.zero, s.micro_batch, s.recompute, s.pp_split)
+        for s in plan.stages
+    )
+
+
+def _at_all_degrees(plan: Plan, owner: Stage) -> Iterator[tuple[str, Plan]]:
+    arch = plan.model(owner.model).arch
+    inside = min(sum(d.node == node for d in owner.devices) for node in {d.node for d in owner.devices})
+    eps = legal_ep(arch) if arch.moe is not None else (owner.ep,)
+    for tp in (t for t in range(1, inside + 1) if inside % t == 0):
+        for pp in range(1, min(len(owner.devices), arch.num_layers) + 1):
+            for ep in eps:
+                found = at_degrees(plan, owner, tp=tp, pp=pp, ep=ep)
+                if found is not None:
+                    yield found.text, found.change(plan)
+
+
+def _tuned(plan: Plan, owner: str) -> Iterator[tuple[dict[str, str], Plan]]:
+    """Other settings of the training stages among them."""
+    choices: list[tuple[dict[str, str], Plan]] = [({}, plan)]
+    for stage in plan.stages:
+        if not stage.is_train:
+            continue
+        wider = []
+        for changes, changed in choices:
+            for text, fields in _settings(changed, changed.stage(stage.name)):
+                # Sharding belongs to the processes, the other settings to the stage.
+                common = {key: value for key, value in fields.items() if key == "zero"}
+                stages = tuple(_with(s, fields if s.name == stage.name else common) for s in changed.stages)
+                target = owner if common else stage.name
+                wider.append((_merged(changes, {target: text} if text else {}), replace(changed, stages=stages)))
+        choices = wider
+    yield from choices
+
+
+def _with(stage: Stage, fields: Mapping[str, int | str]) -> Stage:
+    return replace(stage, **fields) if fields else stage  # type: ignore[arg-type]
+
+
+def _settings(plan: Plan, stage: Stage) -> Iterator[tuple[str, dict[str, int | str]]]:
+    dp, mini_batch = stage.dp, plan.workload.mini_batch
+    sizes = [stage.micro_batch]
+    if stage.max_tokens is None:
+        legal = legal_micro_batches(mini_batch, dp, limit=_LARGEST_MICRO_BATCH)
+        sizes = [size for size in legal if size & (size - 1) == 0 or size == stage.micro_batch]
+    zeros = [stage.zero] if stage.fsdp or stage.num_alike == 1 else sorted({stage.zero, max(stage.zero, 1)})
+    for size in sizes:
+        for recompute in dict.fromkeys((stage.recompute, "none", "full")):
+            for zero in zeros:
+                fields: dict[str, int | str] = {}
+                if size != stage.micro_batch:
+                    fields["micro_batch"] = size
+                if recompute != stage.recompute:
+                    fields["recompute"] = recompute
+                if zero != stage.zero:
+                    fields["zero"] = zero
+                yield "  ".join(f"{key} = {value}" for key, value in fields.items()), fields
+
+
+def _merged(first: Mapping[str, str], second: Mapping[str, str]) -> dict[str, str]:
+    names = dict.fromkeys((*first, *second))
+    return {name: "  ".join(filter(None, (first.get(name), second.get(name)))) for name in names}
+
+
+def _held(plan: Plan, name: str) -> Held:
+    owner = plan.stage(name)
+    nodes = {node.name: mem_bytes_of(node) for node in plan.cluster.nodes}
+    of_rank = np.array([nodes[device.node] for device in owner.ranks])
+    index = np.array(pipeline_index_of_ranks(owner))
+    order = sorted(range(len(owner.ranks)), key=lambda rank: owner.ranks[rank])
+    running = {stage.name: np.zeros(len(index), np.int64) for stage in plan.stages}
+    idle = np.zeros(len(index), np.int64)
+    for mem_bytes in dict.fromkeys(of_rank.tolist()):
+        here = of_rank == mem_bytes
+        for stage in plan.stages:
+            running[stage.name][here] = np.array(running_bytes(plan, stage, mem_bytes))[index[here]]
+        idle[here] = np.array(idle_bytes(plan, owner, mem_bytes))[index[here]]
+    devices = tuple(owner.ranks[rank] for rank in order)
+    return Held(devices=devices, running={name: held[order] for name, held in running.items()}, idle=idle[order])

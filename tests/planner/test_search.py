@@ -1,0 +1,124 @@
+"""The search against brute force, and what it must keep."""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planner.test_rl_step import COLOCATED, PRIOR, plan_of
+
+from nereus.lang.api import load_plan
+from nereus.models.memory import check_memory
+from nereus.models.memory.steady import COMMUNICATOR_BYTES, CONTEXT_BYTES, steady_state
+from nereus.planner.candidates import candidates, choices_of
+from nereus.planner.rl_step import step_time
+from nereus.planner.search import search
+
+
+@pytest.fixture(scope="module")
+def bench(repo_root: Path) -> Any:
+    sys.path.insert(0, str(repo_root / "benchmarks"))
+    import search as bench
+
+    return bench
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_plan_is_better(bench: Any, seed: int) -> None:
+    found, best = bench.agrees(bench.random_plan(random.Random(f"test {seed}")), PRIOR)
+    assert found == pytest.approx(best) if best is not None else found is None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_bytes_are_those_of_the_memory_model(bench: Any, seed: int) -> None:
+    """Candidate by candidate: while a stage runs alone on its GPUs, and beside an idle owner."""
+    plan = bench.random_plan(random.Random(f"bytes {seed}"))
+    owner = plan.owners()[-1]
+    of_owner = candidates(plan, owner, PRIOR)
+    for number in range(0, len(of_owner.all), 7):
+        candidate, held = of_owner.all[number], of_owner.held(number)
+        report = steady_state(candidate.alone)
+        for stage in candidate.alone.stages:
+            for device, num_bytes in zip(held.devices, held.running[stage.name], strict=True):
+                row = report.row(stage.name, device)
+                assert row.need_bytes == num_bytes + CONTEXT_BYTES + COMMUNICATOR_BYTES
+
+
+def test_what_is_found_fits_and_takes_what_it_says() -> None:
+    plan = plan_of(COLOCATED)
+    found = search(plan, PRIOR, count=3)
+    assert len(found.best) == 3 and found.present is not None
+    assert found.best[0].seconds < found.present.seconds == pytest.approx(step_time(plan, PRIOR).seconds)
+    costs = [each.cost for each in found.best]
+    assert costs == sorted(costs)
+    for each in found.best:
+        assert not [d for d in check_memory(each.plan) if d.severity.value == "error"]
+        assert step_time(each.plan, PRIOR).seconds == pytest.approx(each.seconds)
+
+
+def test_pinned_stages_stay() -> None:
+    plan = plan_of(COLOCATED)
+    for each in search(plan, PRIOR, pinned=["actor.logprob"]).best:
+        assert each.plan.stage("actor.train") == plan.stage("actor.train")
+    every = [stage.name for stage in plan.stages]
+    (only,) = search(plan, PRIOR, pinned=every).best
+    assert only.plan == plan and not any(only.changes.values())
+
+
+def test_a_plan_that_does_not_fit_is_mended(repo_root: Path) -> None:
+    plan = load_plan(str(repo_root / "tests" / "plans" / "ppo-8b-4k-refused.plan")).plan
+    assert plan is not None
+    found = search(plan, PRIOR, count=1)
+    assert found.present is None and len(found.best) == 1
+
+
+def test_nothing_fits_on_gpus_that_are_too_small() -> None:
+    text = COLOCATED.replace("llama-3.1-8b", "llama-3.1-405b")
+    found = search(plan_of(text), PRIOR)
+    assert found.best == () and found.present is None
+
+
+def test_choices_are_what_the_front_end_accepts() -> None:
+    """Written into the plan, each choice resolves to the very stages that were judged."""
+    plan = plan_of(COLOCATED)
+    owner = plan.stage("actor.train")
+    chosen = list(choices_of(plan, owner))
+    assert len(chosen) > 50
+    for changes, alone in chosen[::9]:
+        text = COLOCATED
+        for stage, keys in changes.items():
+            text = _written(text, stage, keys)
+        resolved = plan_of(text).stage("actor.train")
+        judged = alone.stage("actor.train")
+        for field in ("tp", "pp", "dp", "sp", "zero", "micro_batch", "recompute", "pp_split"):
+            assert getattr(resolved, field) == getattr(judged, field), (changes, field)
+
+
+def _written(text: str, stage: str, keys: str) -> str:
+    """``keys`` in place of those that the stage has."""
+    start = text.index(f"stage {stage} {{") + len(f"stage {stage} {{")
+    end = text.index("}", start)
+    entries = dict(part.split(" = ") for part in text[start:end].strip().split("  "))
+    for part in keys.split("  "):
+        if part:
+            name, value = part.split(" = ")
+            entries[name] = value
+    body = "  ".join(f"{name} = {value}" for name, value in entries.items() if value != "default")
+    return f"{text[:start]} {body} {text[end:]}"
+
+
+def test_more_room_is_never_slower() -> None:
+    plan = plan_of(COLOCATED)
+    (best,) = search(plan, PRIOR, count=1).best
+    roomy = replace(
+        plan,
+        cluster=replace(
+            plan.cluster,
+            nodes=tuple(replace(n, gpu=replace(n.gpu, mem_gb=2 * n.gpu.mem_gb)) for n in plan.cluster.nodes),
+        ),
+    )
+    assert search(roomy, PRIOR, count=1).best[0].cost <= best.cost
