@@ -7,6 +7,7 @@ waves, so the earliest unfinished one, in the order (wave, move number), can alw
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -41,37 +42,39 @@ class Schedule:
     staged: dict[StorageKey, tuple[int, int]] = field(default_factory=dict)
 
 
-def expand_slices(moves: Moves, wave: IntArray, slices: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """(move, wave, bytes) of every slice, in move order. A slice is a whole number of elements."""
-    move, part = runs(slices)
-    end = moves.numel[move] * (part + 1) // slices[move]
-    size = np.diff(end, prepend=0)
-    np.copyto(size, end, where=part == 0)
-    return move, wave[move] + part, size * moves.width[move]
+#: Slices that are looked at in one go.
+_SLICES_AT_ONCE = 1 << 20
+
+
+def slices_of(
+    moves: Moves, wave: IntArray, slices: IntArray, chosen: IntArray
+) -> Iterator[tuple[IntArray, IntArray, IntArray]]:
+    """(move, wave, bytes) of every slice of the ``chosen`` moves, in their order, in parts. A slice is a whole number
+    of elements."""
+    chunk = np.cumsum(slices[chosen]) // _SLICES_AT_ONCE
+    for mine in np.split(chosen, np.flatnonzero(np.diff(chunk)) + 1):
+        at, part = runs(slices[mine])
+        move = mine[at]
+        end = moves.numel[move] * (part + 1) // slices[move]
+        size = np.diff(end, prepend=0)
+        np.copyto(size, end, where=part == 0)
+        yield move, wave[move] + part, size * moves.width[move]
 
 
 def posted_bytes(
-    moves: Moves,
-    part: tuple[IntArray, IntArray, IntArray],
-    num_devices: int,
-    num_waves: int,
-    *,
-    copies: bool = False,
+    moves: Moves, wave: IntArray, slices: IntArray, num_devices: int, num_waves: int, *, copies: bool = False
 ) -> tuple[IntArray, IntArray]:
-    """Most bytes that each device sends, and receives, in one wave. ``part``: (move, wave, bytes) of every slice.
-    ``copies``: copies between processes inside one host memory too, which cross no link and are packed all the same."""
-    move, wave, size = part
-    if not copies:
-        crossing = moves.crosses[move]
-        move, wave, size = move[crossing], wave[crossing], size[crossing]
+    """Most bytes that each device sends, and receives, in one wave. ``copies``: copies between processes inside one
+    host memory too, which cross no link and are packed all the same."""
     waves = max(num_waves, 1)
-    result = []
-    for ends in (moves.src, moves.dst):
-        at = (ends % num_devices)[move] * waves + wave
-        # Whole numbers below 2^53: sums of floats are exact.
-        load = np.bincount(at, weights=size, minlength=num_devices * waves).astype(np.int64)
-        result.append(load.reshape(num_devices, waves).max(axis=1))
-    return result[0], result[1]
+    loads = [np.zeros(num_devices * waves) for _ in range(2)]
+    chosen = np.arange(len(moves)) if copies else np.flatnonzero(moves.crosses)
+    for move, at, size in slices_of(moves, wave, slices, chosen):
+        for load, ends in zip(loads, (moves.src, moves.dst), strict=True):
+            # Whole numbers below 2^53: sums of floats are exact.
+            load += np.bincount((ends % num_devices)[move] * waves + at, weights=size, minlength=len(load))
+    sent, received = (load.astype(np.int64).reshape(num_devices, waves).max(axis=1) for load in loads)
+    return sent, received
 
 
 def follows_slice_by_slice(schedule: Schedule, before: IntArray, after: IntArray) -> BoolArray:
@@ -88,8 +91,3 @@ def follows(schedule: Schedule, before: IntArray, after: IntArray) -> BoolArray:
     wave, slices = schedule.wave, schedule.slices
     found: BoolArray = wave[after] >= wave[before] + np.where(one_by_one, 1, slices[before])
     return found
-
-
-def schedule_parts(schedule: Schedule) -> tuple[IntArray, IntArray, IntArray]:
-    """(move, wave, bytes) of every slice of a schedule."""
-    return expand_slices(schedule.moves, schedule.wave, schedule.slices)

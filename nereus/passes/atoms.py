@@ -134,21 +134,23 @@ def pieces_of(
         owned = held_cells(cells, boxes, coord)
         on_coord = coord_of_rank == coord
         shares = shares_of(state_set.tensors, boxes, layout, slot, coord, absent)
-        tensor = cells.tensor[owned]
-        whole = bool((shares.start == 0).all()) and bool((shares.stop == boxes.numel[coord]).all())
-        if whole:
-            start = np.zeros((len(shares.share), len(owned)), dtype=np.int64)
-            stop = np.broadcast_to(cells.numel[owned], start.shape)
+        # Pairs of a share and a cell of a tensor of which it has a part: of many small shares each has few.
+        some = shares.stop > shares.start
+        number, row = np.nonzero(some[:, cells.tensor[owned]])
+        cell = owned[row]
+        tensor = cells.tensor[cell]
+        if bool((shares.start == 0).all()) and bool((shares.stop == boxes.numel[coord]).all()):
+            start, stop = np.zeros_like(cell), cells.numel[cell]
         else:
-            start = cell_offset(cells, boxes, coord, owned[None, :], shares.start[:, tensor])
-            stop = cell_offset(cells, boxes, coord, owned[None, :], shares.stop[:, tensor])
+            start = cell_offset(cells, boxes, coord, cell, shares.start[number, tensor])
+            stop = cell_offset(cells, boxes, coord, cell, shares.stop[number, tensor])
         held = stop > start
         in_host = state_set.host_mask(slot, coord, shares.stop - shares.start)
         members = _members(shares.share, device_index[on_coord], shard_of_rank[on_coord], num_devices)
-        memories = [one] if one is not None else np.unique(in_host[shares.stop > shares.start]).tolist() or [False]
+        memories = [one] if one is not None else np.unique(in_host[some]).tolist() or [False]
         for host in memories:
-            number, row = np.nonzero(held if len(memories) == 1 else held & (in_host[:, tensor] == host))
-            columns.append((owned[row], start[number, row], stop[number, row], number + len(groups)))
+            here = held if len(memories) == 1 else held & (in_host[number, tensor] == host)
+            columns.append((cell[here], start[here], stop[here], number[here] + len(groups)))
             for share, places in zip(shares.share.tolist(), members, strict=True):
                 groups.append(Group(state_set=number_of_set, coord=coord, shard=share, places=places[host]))
     cell, start, stop, group = (np.concatenate([c[i] for c in columns]) for i in range(4))

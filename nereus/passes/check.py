@@ -28,6 +28,8 @@ from nereus.passes.tokens import most_by_tokens
 #: Memory spaces whose worst state is found by a minimum cut; where there are more, an assignment of tokens proves all
 #: and the cuts are a sample.
 CLOSURES = 16
+#: Slices of moves that are recounted in one go.
+SLICES_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,27 +322,23 @@ def check_windows(schedule: Schedule, num_devices: int, staging_bytes: IntArray)
     both ways together than the staging that its memory was planned with."""
     moves = schedule.moves
     crossing = np.flatnonzero(moves.link != LINK_NUMBER[LOCAL])
-    at, part = runs(schedule.slices[crossing])
-    row = crossing[at]
-    wave = schedule.wave[row] + part
     width = moves.num_bytes // np.maximum(moves.numel, 1)
-    #: Elements sent before and with a slice; slices of a move follow each other.
-    sent = moves.numel[row] * (part + 1) // schedule.slices[row]
-    size = (sent - np.where(part == 0, 0, np.roll(sent, 1))) * width[row]
-    posted = []
-    for ends in (moves.src, moves.dst):
-        device = ends[row] % num_devices
-        # Whole numbers below 2^53, so sums of floats are exact.
-        load = np.bincount(device * (schedule.num_waves + 1) + wave, weights=size).astype(np.int64)
-        key = np.flatnonzero(load)
-        posted.append((key // (schedule.num_waves + 1), load[key]))
-    worst = max((int(load.max(initial=0)) for _, load in posted), default=0)
+    waves = schedule.num_waves + 1
+    posted = [np.zeros(num_devices * waves) for _ in range(2)]
+    for mine in np.array_split(crossing, 1 + int(schedule.slices.sum()) // SLICES_AT_ONCE):
+        at, part = runs(schedule.slices[mine])
+        row = mine[at]
+        #: Elements sent before and with a slice; slices of a move follow each other.
+        sent = moves.numel[row] * (part + 1) // schedule.slices[row]
+        size = (sent - np.where(part == 0, 0, np.roll(sent, 1))) * width[row]
+        for load, ends in zip(posted, (moves.src, moves.dst), strict=True):
+            # Whole numbers below 2^53, so sums of floats are exact.
+            key = (ends[row] % num_devices) * waves + schedule.wave[row] + part
+            load += np.bincount(key, weights=size, minlength=len(load))
+    most = [load.astype(np.int64).reshape(num_devices, waves).max(axis=1) for load in posted]
+    worst = max(int(column.max(initial=0)) for column in most)
     limit = max(schedule.window_bytes, int(width.max(initial=0)))
-    need = np.zeros(num_devices, dtype=np.int64)
-    for device, load in posted:
-        most = np.zeros(num_devices, dtype=np.int64)
-        np.maximum.at(most, device, load)
-        need += most
+    need = most[0] + most[1]
     over = np.flatnonzero(need > staging_bytes)
     if len(over):
         first = int(over[0])

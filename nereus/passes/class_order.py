@@ -8,43 +8,38 @@ few ranges of the class's elements.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from nereus.ir.layout import IntArray
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ClassOrder:
-    """``rows``: interval numbers of the table, in the class's order. ``begin[i]``: elements before row i, and the
-    total."""
+    """``rows``: interval numbers of the table, in the class's order; ``numel``: elements of all of them."""
 
-    region: int
-    rows: IntArray
-    begin: IntArray
+    __slots__ = ("_begin", "_sizes", "numel", "rows")
 
-    @property
-    def numel(self) -> int:
-        return int(self.begin[-1])
+    def __init__(self, rows: IntArray, sizes: IntArray) -> None:
+        self.rows = rows
+        self.numel = int(sizes[rows].sum())
+        self._sizes, self._begin = sizes, rows[:0]
 
     def ranges(self, intervals: IntArray) -> list[tuple[int, int]]:
         """Where ``intervals`` (ascending interval numbers) lie, as ranges of elements, ascending."""
         if len(intervals) == len(self.rows):
-            return [(0, int(self.begin[-1]))]
+            return [(0, self.numel)]
+        if not len(self._begin):  # elements before each row, and the total; most classes are wanted whole
+            self._begin = np.concatenate(([0], np.cumsum(self._sizes[self.rows])))
         at = np.flatnonzero(np.isin(self.rows, intervals, assume_unique=True))
         first = np.flatnonzero(np.diff(at, prepend=-2) > 1)
         last = np.append(first[1:], len(at)) - 1
-        return list(zip(self.begin[at[first]].tolist(), self.begin[at[last] + 1].tolist(), strict=True))
+        return list(zip(self._begin[at[first]].tolist(), self._begin[at[last] + 1].tolist(), strict=True))
 
 
-def class_order(region: int, needs: Sequence[IntArray], sizes: IntArray) -> ClassOrder:
+def class_order(needs: Sequence[IntArray], sizes: IntArray) -> ClassOrder:
     """``needs``: the interval numbers of each demand for the class, ascending. ``sizes``: elements of every interval
     of the table."""
-    rows = _rows(needs)
-    begin = np.zeros(len(rows) + 1, dtype=np.int64)
-    np.cumsum(sizes[rows], out=begin[1:])
-    return ClassOrder(region=region, rows=rows, begin=begin)
+    return ClassOrder(_rows(needs), sizes)
 
 
 def _rows(needs: Sequence[IntArray]) -> IntArray:

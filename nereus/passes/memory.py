@@ -15,7 +15,7 @@ import numpy as np
 from nereus.ir.holdings import Topology
 from nereus.ir.layout import IntArray
 from nereus.ir.plan import Slot
-from nereus.ir.schedule import Schedule, posted_bytes, schedule_parts
+from nereus.ir.schedule import Schedule, posted_bytes
 from nereus.passes.lifecycle import Lifecycle
 from nereus.passes.route import Routed
 from nereus.passes.storages import StorageMap
@@ -152,6 +152,6 @@ def window_staging(routed: Routed, window_bytes: int) -> IntArray:
 
 def schedule_staging(schedule: Schedule, num_devices: int) -> IntArray:
     """Staging per device: the most that it sends in one wave and the most that it receives."""
-    part = schedule_parts(schedule)
-    sent, received = posted_bytes(schedule.moves, part, num_devices, schedule.num_waves, copies=True)
+    waves = schedule.wave, schedule.slices
+    sent, received = posted_bytes(schedule.moves, *waves, num_devices, schedule.num_waves, copies=True)
     return sent + received

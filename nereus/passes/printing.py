@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
+import numpy as np
+
 from nereus.ir.cluster import Device
 from nereus.ir.described import DescribedLayout
 from nereus.ir.holdings import Holdings, StateSet, Topology
 from nereus.ir.plan import Stage
 from nereus.ir.program import Program
-from nereus.ir.schedule import Schedule, schedule_parts
+from nereus.ir.schedule import Schedule, slices_of
 from nereus.ir.transition import LOCAL, Move
 from nereus.ir.units import format_bytes, format_seconds
 from nereus.passes.atoms import AtomTable
@@ -220,16 +222,17 @@ def schedule_lines(schedule: Schedule, topology: Topology) -> Iterator[str]:
         f"{schedule.mode}: {len(schedule.moves):,} moves in {schedule.num_waves:,} waves of at most "
         f"{format_bytes(schedule.window_bytes)} a GPU and direction, {format_seconds(schedule.transfer_s)}"
     )
-    totals = [[0, 0] for _ in range(schedule.num_waves)]
-    crosses = schedule.moves.crosses.tolist()
-    for move, wave, num_bytes in zip(*(c.tolist() for c in schedule_parts(schedule)), strict=True):
-        totals[wave][0] += 1
-        totals[wave][1] += num_bytes * crosses[move]
-    for wave, (count, num_bytes) in enumerate(totals[:MAX_ROWS]):
+    counts, crossing = np.zeros(schedule.num_waves, dtype=np.int64), np.zeros(schedule.num_waves, dtype=np.int64)
+    moves = schedule.moves
+    for move, at, num_bytes in slices_of(moves, schedule.wave, schedule.slices, np.arange(len(moves))):
+        np.add.at(counts, at, 1)
+        np.add.at(crossing, at, np.where(moves.crosses[move], num_bytes, 0))
+    totals = list(zip(counts.tolist(), crossing.tolist(), strict=True))
+    for wave, (count, total) in enumerate(totals[:MAX_ROWS]):
         acquired = sum(1 for number in schedule.acquire.values() if number == wave)
         released = sum(1 for number in schedule.release.values() if number == wave)
         storages = f", acquires {acquired:,} and releases {released:,} storages" if acquired or released else ""
-        yield f"  wave {wave}: {count:,} slices of moves, {format_bytes(int(num_bytes))}{storages}"
+        yield f"  wave {wave}: {count:,} slices of moves, {format_bytes(total)}{storages}"
     if schedule.num_waves > MAX_ROWS:
         yield f"  and {schedule.num_waves - MAX_ROWS:,} more waves"
 

@@ -13,8 +13,9 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from operator import itemgetter
 
-from nereus.ir.intervals import Intervals
+from nereus.ir.layout import IntArray
 from nereus.ir.moves import Moves
 from nereus.ir.transition import INTER, LINK_NUMBER, LOCAL
 from nereus.ir.units import MIB
@@ -85,6 +86,7 @@ def _expected_s(routed: Routed) -> float:
 class _Class:
     """What demands of one class have in common. ``holders``: places by node."""
 
+    region: int
     order: ClassOrder
     holders: dict[int, list[int]]
     nodes: HolderNodes
@@ -104,25 +106,23 @@ class _Router:
         self.stripes: list[Stripe] = []
         self.widths = [table.element_bytes for table in diff.tables]
         self.sizes = [table.stop - table.start for table in diff.tables]
-        self.regions: list[Intervals] = []
+        self.regions: list[tuple[int, IntArray]] = []  # table, interval numbers of it
         self.classes: dict[tuple[int, int], _Class] = {}
 
     def follow(self, found: DiffFlows, hops: Sequence[Hop]) -> Routed:
         """What the flow programme decided."""
-        for table, rows in zip(found.tables, found.intervals, strict=True):
-            of = self.diff.tables[table]
-            self.regions.append(Intervals(of.cell[rows], of.start[rows], of.stop[rows]))
+        self.regions += zip(found.tables, found.intervals, strict=True)
         for hop in hops:
             self._add(hop.src, hop.dst, found.tables[hop.atom], hop.atom, hop.lo, hop.hi, hop.parent)
         return self._routed()
 
     def run(self) -> Routed:
-        for demand in self._order():
-            self._route(demand)
+        for demand, of in self._order():
+            self._route(demand, of)
         return self._routed()
 
     def _routed(self) -> Routed:
-        moves = to_moves(self.stripes, self.regions, self.widths)
+        moves = to_moves(self.stripes, self.regions, self.diff.tables)
         return Routed(
             moves=moves,
             ports=self.ports,
@@ -131,62 +131,56 @@ class _Router:
             foregone_bytes=self.diff.foregone.moved_bytes,
         )
 
-    def _order(self) -> list[Demand]:
+    def _order(self) -> list[tuple[Demand, _Class]]:
         """Bytes that several nodes want go to one of them first, which can then relay them: to the one that had least
         to send so far. What can come from few holders goes before what has a choice, large before small."""
         by_class: dict[tuple[int, int], list[Demand]] = {}
         for demand in self.diff.demands:
             by_class.setdefault((demand.table, demand.cls), []).append(demand)
-        first: list[Demand] = []
-        rest: list[Demand] = []
         expected = [0] * len(self.ports.nic_out)  # bytes that each node holds for others, or is to relay
-        for key, demands in by_class.items():
-            self.classes[key] = self._class(demands)
-            holders = self.classes[key].holders
-            share = max(d.num_bytes for d in demands) // len(holders)
-            for node in holders:
+        classes: list[tuple[list[Demand], _Class]] = []
+        for demands in by_class.values():
+            of = self._class(demands)
+            classes.append((demands, of))
+            share = max(d.num_bytes for d in demands) // len(of.holders)
+            for node in of.holders:
                 expected[node] += share
-        for demands in sorted(by_class.values(), key=lambda ds: (-ds[0].num_bytes, ds[0].table, ds[0].cls)):
-            holders = self._of(demands[0]).holders
-            outside = [d for d in demands if d.node not in holders]
-            rest += (d for d in demands if d.node in holders)
+        classes.sort(key=lambda entry: (-entry[0][0].num_bytes, entry[0][0].table, entry[0][0].cls))
+        order: list[tuple[tuple[object, ...], Demand, _Class]] = []
+        for demands, of in classes:
+            few = min(len(of.holders), 2)
+            outside = [d for d in demands if d.node not in of.holders]
+            first = None
             if outside:
-                chosen = min(outside, key=lambda d: (-d.num_bytes, expected[d.node], d.node))
-                expected[chosen.node] += chosen.num_bytes * (len(outside) - 1)
-                first.append(chosen)
-                rest += (d for d in outside if d is not chosen)
-
-        def rank(demand: Demand) -> tuple[object, ...]:
-            few = min(len(self._of(demand).holders), 2)
-            return few, -demand.num_bytes, demand.table, demand.cls, demand.node, demand.wanters
-
-        return [*sorted(first, key=rank), *sorted(rest, key=rank)]
-
-    def _of(self, demand: Demand) -> _Class:
-        return self.classes[demand.table, demand.cls]
+                first = min(outside, key=lambda d: (-d.num_bytes, expected[d.node], d.node))
+                expected[first.node] += first.num_bytes * (len(outside) - 1)
+            for d in demands:
+                order.append(((d is not first, few, -d.num_bytes, d.table, d.cls, d.node, d.wanters), d, of))
+        order.sort(key=itemgetter(0))
+        return [(demand, of) for _, demand, of in order]
 
     def _class(self, demands: list[Demand]) -> _Class:
         table, cls = demands[0].table, demands[0].cls
-        of = self.diff.tables[table]
-        order = class_order(len(self.regions), [d.intervals for d in demands], self.sizes[table])
-        self.regions.append(Intervals(of.cell[order.rows], of.start[order.rows], of.stop[order.rows]))
+        order = class_order([d.intervals for d in demands], self.sizes[table])
+        self.regions.append((table, order.rows))
         holders: dict[int, list[int]] = {}
+        node_of, num_devices = self.links.node_of, self.num_devices
         for place in self.diff.holders[table][cls]:
-            holders.setdefault(self.links.node(place), []).append(place)
+            holders.setdefault(node_of[place % num_devices], []).append(place)
         return _Class(
+            region=len(self.regions) - 1,
             order=order,
             holders=holders,
             nodes=HolderNodes(holders, self.ports.nic_out),
             relays=Relays(order.numel, self.ports) if len(demands) > 1 else None,
         )
 
-    def _route(self, demand: Demand) -> None:
+    def _route(self, demand: Demand, of: _Class) -> None:
         """Wanters in one host memory are one: each takes in a part and copies the others' from each other; or, where
         parts would be small, one takes in all."""
         num_gpus = bisect_left(demand.wanters, self.num_devices)  # ascending: host places follow the GPUs
         gpus, hosts = demand.wanters[:num_gpus], demand.wanters[num_gpus:]
-        of = self._of(demand)
-        region = of.order.region
+        region = of.region
         for lo, hi in of.order.ranges(demand.intervals):
             if len(hosts) < 2:
                 self._deliver(demand, of, demand.wanters, lo, hi)
@@ -214,7 +208,7 @@ class _Router:
         """Elements ``lo..hi`` of the class's region to every one of ``wanters``."""
         if hi <= lo:
             return
-        region = of.order.region
+        region = of.region
         inside = of.holders.get(demand.node)
         count = len(wanters)
         num_bytes = (hi - lo) * self.widths[demand.table]
@@ -294,7 +288,7 @@ class _Router:
         least = max(self.options.min_stripe_bytes // self.widths[demand.table], (hi - lo) // 4, 1)
         while lo < hi:
             source, stop, parent, depth = self._source(demand, of, lo, hi, least)
-            number = self._add(source, wanter, demand.table, of.order.region, lo, stop, parent)
+            number = self._add(source, wanter, demand.table, of.region, lo, stop, parent)
             result.append(Taken(wanter, demand.node, lo, stop, number, depth))
             lo = stop
         return result
@@ -306,7 +300,8 @@ class _Router:
         least = min(least, hi - lo)
         node = of.nodes.least()
         places = of.holders[node]
-        place = places[0] if len(places) == 1 else min(places, key=lambda p: (self._out_load(p), p))
+        # Ascending, so among equals the first place.
+        place = places[0] if len(places) == 1 else min(places, key=self._out_load)
         out = self._out_load(place)
         rate, gpu_rate = max(nic[node], nic[demand.node]) * width, pcie[node] * width
         while True:

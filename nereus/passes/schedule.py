@@ -18,7 +18,7 @@ import numpy.typing as npt
 from nereus.ir.columns import runs
 from nereus.ir.layout import IntArray
 from nereus.ir.moves import Moves
-from nereus.ir.schedule import Schedule, expand_slices, posted_bytes
+from nereus.ir.schedule import Schedule, posted_bytes
 from nereus.ir.units import KIB, MIB
 from nereus.models.priors import HOST_COPY_BYTES_PER_S, MESSAGE_S
 from nereus.passes.links import Links
@@ -53,7 +53,7 @@ class WaveSchedule:
         while True:
             wave, slices = slice_moves(moves, count, least, num_devices)
             num_waves = int((wave + slices).max(initial=0))
-            sent, received = posted_bytes(moves, expand_slices(moves, wave, slices), num_devices, num_waves)
+            sent, received = posted_bytes(moves, wave, slices, num_devices, num_waves)
             most = max(int(sent.max(initial=0)), int(received.max(initial=0)))
             # Beyond single elements more waves still help: they spread the small moves.
             if most <= max(self.window_bytes, widest) or count > MOST_WAVES:
@@ -140,16 +140,17 @@ def transfer_seconds(moves: Moves, wave: IntArray, slices: IntArray, links: Link
     ports, seconds = _port_costs(src, dst, moves.num_bytes, links)
     seconds /= slices
     src, dst = src % num_devices, dst % num_devices
-    # Rows of the moves that are on their way in each wave.
-    row, part = runs(slices)
-    at = wave[row] + part
-    order = np.argsort(at, kind="stable")
-    bounds = np.searchsorted(at[order], np.arange(int(at.max()) + 2))
+    until = wave + slices
+    starting = np.argsort(wave, kind="stable")
+    bounds = np.searchsorted(wave[starting], np.arange(int(until.max()) + 1))
     ready = np.zeros(num_devices)
     num_ports = 2 * num_devices + 3 * len(links.nic) + 1
     done = np.zeros(num_ports)  # port -> when it has carried everything so far
-    for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        chosen = row[order[first:last]]
+    chosen = starting[:0]  # moves that are on their way
+    for number, (first, last) in enumerate(itertools.pairwise(bounds.tolist())):
+        chosen = chosen[until[chosen] > number]
+        if last > first:
+            chosen = np.sort(np.concatenate((chosen, starting[first:last])), kind="stable")
         if not len(chosen):
             continue
         begin = np.maximum(ready[src[chosen]], ready[dst[chosen]])

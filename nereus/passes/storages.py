@@ -200,14 +200,16 @@ class StorageMap:
         devices = np.array(self.devices_of(stage), dtype=np.int64)
         sides = [self._all_lie(side.get(stage), slot, devices) for side in (self.old, self.new)]
         (old_coord, old_row), (new_coord, new_row) = sides
-        pairs = np.stack((old_coord, new_coord), axis=1)
-        for coords in np.unique(pairs[(pairs >= 0).any(axis=1)], axis=0).tolist():
-            mine = np.flatnonzero((pairs == coords).all(axis=1))
-            rows, kind = np.unique(np.stack((old_row[mine], new_row[mine]), axis=1), axis=0, return_inverse=True)
-            kind = kind.reshape(-1)
+        coords = (old_coord + 1) * (int(new_coord.max(initial=0)) + 2) + new_coord + 1
+        for pair in np.unique(coords[coords > 0]).tolist():
+            mine = np.flatnonzero(coords == pair)
+            at = int(old_coord[mine[0]]), int(new_coord[mine[0]])
+            row_pairs = (old_row[mine] + 1) * (int(new_row[mine].max()) + 2) + new_row[mine] + 1
+            _, example, kind = np.unique(row_pairs, return_index=True, return_inverse=True)
+            rows = np.stack((old_row[mine[example]], new_row[mine[example]]), axis=1)
             for first in range(0, len(rows), ROWS_AT_ONCE):
                 part = rows[first : first + ROWS_AT_ONCE]
-                old, new = ((c, part[:, i]) if c >= 0 else None for i, c in enumerate(coords))
+                old, new = ((coord, part[:, i]) if coord >= 0 else None for i, coord in enumerate(at))
                 chosen = (kind >= first) & (kind < first + len(part))
                 fit = self._compared(stage, slot, old, new)
                 yield from self._total(fit, kind[chosen] - first, devices[mine[chosen]])

@@ -21,6 +21,8 @@ from nereus.ir.intervals import Intervals
 from nereus.ir.layout import IntArray
 from nereus.ir.moves import Moves, Regions
 from nereus.ir.transition import Move
+from nereus.passes.atoms import AtomTable
+from nereus.passes.lists import concatenated
 
 
 class Stripe(NamedTuple):
@@ -52,8 +54,8 @@ class _Columns:
     parent: IntArray
 
 
-def to_moves(stripes: Sequence[Stripe], regions: Sequence[Intervals], widths: Sequence[int]) -> Moves:
-    """``widths``: bytes per element of each table."""
+def to_moves(stripes: Sequence[Stripe], regions: Sequence[tuple[int, IntArray]], tables: Sequence[AtomTable]) -> Moves:
+    """``regions``: (table, interval numbers of it) in the region's own order."""
     flat = np.fromiter(chain.from_iterable(stripes), dtype=np.int64, count=8 * len(stripes))
     columns = _Columns(*flat.reshape(-1, 8).T.copy())
     cuts, above = _cuts(columns)
@@ -72,14 +74,15 @@ def to_moves(stripes: Sequence[Stripe], regions: Sequence[Intervals], widths: Se
         skipped[number] = count
     parent = columns.parent[owner]
     after = (first[parent] + skipped[owner] + within)[parent >= 0]
-    region, carried = _cut_out(Regions.of(regions), columns.region[owner], lo, hi)
+    region, carried = _cut_out(_laid_out(regions, tables), columns.region[owner], lo, hi)
+    widths = np.array([of.element_bytes for of in tables], dtype=np.int64)
     table = columns.table[owner]
     return Moves(
         src=columns.src[owner],
         dst=columns.dst[owner],
         table=table,
         region=region,
-        num_bytes=(hi - lo) * np.array(widths, dtype=np.int64)[table],
+        num_bytes=(hi - lo) * widths[table],
         link=columns.link[owner],
         slots=np.full(len(owner), -1, dtype=np.int64),
         after_first=np.concatenate(([0], np.cumsum(parent >= 0))),
@@ -123,6 +126,15 @@ def _cuts(stripes: _Columns) -> tuple[dict[int, Sequence[int]], dict[int, int]]:
         if own:
             cuts[number] = sorted(own)
     return cuts, above
+
+
+def _laid_out(regions: Sequence[tuple[int, IntArray]], tables: Sequence[AtomTable]) -> Regions:
+    offset = np.cumsum([0, *(len(table.cell) for table in tables)])
+    counts = np.array([len(rows) for _, rows in regions], dtype=np.int64)
+    of_table = offset[[table for table, _ in regions]] if regions else counts
+    row = concatenated(rows for _, rows in regions) + np.repeat(of_table, counts)
+    columns = (concatenated(getattr(table, name) for table in tables)[row] for name in ("cell", "start", "stop"))
+    return Regions(np.concatenate(([0], np.cumsum(counts))), *columns)
 
 
 def _cut_out(regions: Regions, region: IntArray, lo: IntArray, hi: IntArray) -> tuple[IntArray, Regions]:
