@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from math import ceil, isfinite
 from typing import TYPE_CHECKING, Any
 
 from nereus.cli.errors import CommandError, UsageError
@@ -14,15 +15,23 @@ from nereus.cli.output import Output, table
 from nereus.ir.units import format_gb
 
 if TYPE_CHECKING:
-    from nereus.ir.plan import Plan
+    from nereus.ir.plan import Plan, Stage
     from nereus.models.memory import MemoryReport
-    from nereus.planner.search import Found, Searched
+    from nereus.planner.calibration import Calibration
+    from nereus.planner.search import Found
+    from nereus.planner.targets import Target, Targets
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="plan; one that does not fit is fine")
     parser.add_argument("--calibration", metavar="FILE", help="what nereusc fit wrote (default: data sheets, priors)")
     parser.add_argument("--best", type=int, default=3, metavar="N", help="how many plans (default: 3)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="the plan runs now and goes on for N steps: the stop of a change counts (default: it does not run yet)",
+    )
     parser.add_argument(
         "--pin", action="append", default=[], metavar="STAGE", help="a stage whose layout stays as it is (repeatable)"
     )
@@ -35,10 +44,11 @@ def run(args: argparse.Namespace, out: Output) -> int:
     from nereus.lang.api import load_plan
     from nereus.models.memory import steady_state
     from nereus.planner.calibration import calibrate
-    from nereus.planner.search import search
 
     if args.best < 1:
         raise UsageError(f"--best {args.best}: at least 1")
+    if args.steps is not None and args.steps < 1:
+        raise UsageError(f"--steps {args.steps}: at least 1")
     calibration = calibrate(()) if args.calibration is None else read_calibration(args.calibration)
     loaded = load_plan(args.file)
     out.diagnostics(loaded.diagnostics)
@@ -49,17 +59,29 @@ def run(args: argparse.Namespace, out: Output) -> int:
     for name in args.pin:
         if name not in names:
             raise UsageError(f"--pin {name}: the plan has {', '.join(names)}")
-    found = search(plan, calibration, count=args.best, pinned=args.pin)
-    reports = [steady_state(each.plan) for each in found.best]
+    found = _find(plan, calibration, args)
+    reports = [steady_state(target.found.plan) for target in found.best]
     if args.output is not None and found.best:
         if args.file == args.output:
             raise CommandError(f"{args.output}: a variant of a plan cannot take its place")
-        write_text(args.output, _variant(args.file, args.output, found.best[0]))
+        write_text(args.output, _variant(args.file, args.output, found.best[0].found))
     if out.json:
         out.document("plan", _json(args, found, reports))
     else:
         _print(args, plan, found, reports, out)
     return ExitCode.OK if found.best else ExitCode.INFEASIBLE
+
+
+def _find(plan: Plan, calibration: Calibration, args: argparse.Namespace) -> Targets:
+    """Without ``--steps`` a plan is to be started, and no stop counts."""
+    from nereus.planner.search import search
+    from nereus.planner.targets import Target, Targets, targets
+
+    if args.steps is not None:
+        return targets(plan, calibration, steps=args.steps, count=args.best, pinned=args.pin)
+    searched = search(plan, calibration, count=args.best, pinned=args.pin)
+    best = (Target(found=found, stop_s=0.0, total_s=found.cost, payback_steps=0.0) for found in searched.best)
+    return Targets(best=tuple(best), searched=searched, exact=True)
 
 
 def _variant(base: str, target: str, found: Found) -> str:
@@ -73,44 +95,47 @@ def _variant(base: str, target: str, found: Found) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _json(args: argparse.Namespace, found: Searched, reports: list[MemoryReport]) -> dict[str, Any]:
+def _json(args: argparse.Namespace, found: Targets, reports: list[MemoryReport]) -> dict[str, Any]:
+    searched = found.searched
     return {
         "plan": args.file,
         "calibration": args.calibration,
-        "present_seconds": None if found.present is None else found.present.seconds,
-        "num_candidates": dict(found.num_candidates),
+        "steps": args.steps,
+        "present_seconds": None if searched.present is None else searched.present.seconds,
+        "num_candidates": dict(searched.num_candidates),
         "best": [
             {
-                "seconds": each.seconds,
-                "changes": {stage: text for stage, text in each.changes.items() if text},
+                "seconds": target.found.seconds,
+                "stop_s": target.stop_s,
+                "payback_steps": target.payback_steps if isfinite(target.payback_steps) else None,
+                "changes": {stage: text for stage, text in target.found.changes.items() if text},
                 "stages": [
                     {
                         "stage": stage,
                         "seconds": seconds,
-                        "num_gpus": len(each.plan.stage(stage).devices),
+                        "num_gpus": len(target.found.plan.stage(stage).devices),
                         "peak_bytes": report.worst(stage).need_bytes,
                         "capacity_bytes": report.worst(stage).capacity_bytes,
                     }
-                    for stage, seconds in each.stage_seconds.items()
+                    for stage, seconds in target.found.stage_seconds.items()
                 ],
             }
-            for each, report in zip(found.best, reports, strict=True)
+            for target, report in zip(found.best, reports, strict=True)
         ],
     }
 
 
-def _print(args: argparse.Namespace, plan: Plan, found: Searched, reports: list[MemoryReport], out: Output) -> None:
-    present = "does not fit" if found.present is None else f"{found.present.seconds:.1f} s a step"
-    out.print(f"{args.file}: {present}")
+def _print(args: argparse.Namespace, plan: Plan, found: Targets, reports: list[MemoryReport], out: Output) -> None:
+    present = found.searched.present
+    out.print(f"{args.file}: {'does not fit' if present is None else f'{present.seconds:.1f} s a step'}")
     if args.calibration is None:
         out.print("from data sheets and priors alone: --calibration names what nereusc fit learned")
     if not found.best:
         out.print("no layout of these stages fits on their GPUs; nereusc check says what does not")
-    for number, (each, report) in enumerate(zip(found.best, reports, strict=True), 1):
+    for number, (target, report) in enumerate(zip(found.best, reports, strict=True), 1):
+        each = target.found
         out.print()
-        gain = f", {100 * (1 - each.seconds / found.present.seconds):.1f}% less" if found.present is not None else ""
-        same = "  the plan as it is" if not any(each.changes.values()) else ""
-        out.print(out.style(f"{number}. {each.seconds:.1f} s a step{gain}{same}", "bold"))
+        out.print(out.style(f"{number}. {_headline(target, present, args.steps)}", "bold"))
         rows = []
         for stage in each.plan.stages:
             if stage.name not in each.stage_seconds:
@@ -131,7 +156,31 @@ def _print(args: argparse.Namespace, plan: Plan, found: Searched, reports: list[
         out.print(f"\nwrote {args.output}: nereusc diff {args.file} {args.output} says what the change costs")
 
 
-def _degrees(stage: Any) -> str:
+def _headline(target: Target, present: Found | None, steps: int | None) -> str:
+    found = target.found
+    parts = [f"{found.seconds:.1f} s a step"]
+    if not any(found.changes.values()):
+        return f"{parts[0]}: the plan as it is"
+    if present is not None:
+        share = found.seconds / present.seconds - 1
+        parts.append(f"{100 * abs(share):.1f}% {'more' if share > 0 else 'less'}")
+    if steps is not None:
+        parts.append(f"a stop of about {target.stop_s:.2g} s")
+        if present is not None:
+            paid = (
+                "never pays" if not isfinite(target.payback_steps) else f"pays after {ceil(target.payback_steps)} steps"
+            )
+            parts.append(paid)
+    return ", ".join(parts)
+
+
+def _payback(steps: float) -> str:
+    if not isfinite(steps):
+        return "which never pays"
+    return f"which pays after {ceil(steps)} step{'' if ceil(steps) == 1 else 's'}"
+
+
+def _degrees(stage: Stage) -> str:
     degrees = [("dp", stage.dp), ("tp", stage.tp), ("pp", stage.pp)]
     degrees += [(name, value) for name, value in (("cp", stage.cp), ("ep", stage.ep)) if value > 1]
     return " ".join(f"{name} {value}" for name, value in degrees)
