@@ -33,11 +33,11 @@ from nereus.kernels.pack import (
     packing,
     unpack,
 )
-from nereus.kernels.regions import TableError, plan
+from nereus.kernels.regions import BITS_OF_WIDTH, TableError, plan
 from nereus.kernels.tables import Do, of_copies, of_packing
 
 #: Bytes of a piece at most, single rows longer than that in a strided block aside.
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 8 << 20
 #: Blocks smaller than this travel together: a message of its own costs more than to copy them.
 SMALL_BYTES = 256 << 10
 
@@ -166,6 +166,8 @@ def _by_kernel(storages: Storages, what: Packing, keys: WordArray, do: Do, buffe
         return 0
     if (what.table[:, : ROW_STRIDE + 1] < 0).any() or not _has_kernel(storages[int(what.table[0, STORAGE])].device):
         return None
+    if len(what.table) == 1 and (total := _one_block(storages, what, keys, do, buffer)) is not None:
+        return total
     table, used = of_packing(what, do, keys)
     bases = [storages[number] for number, _ in used]
     if any(base.element_size() != width for base, (_, width) in zip(bases, used, strict=True)):
@@ -178,6 +180,29 @@ def _by_kernel(storages: Storages, what: Packing, keys: WordArray, do: Do, buffe
     except TableError:
         return None
     return 0 if sums is None else int(sums) & ((1 << 64) - 1)
+
+
+def _one_block(storages: Storages, what: Packing, keys: WordArray, do: Do, buffer: torch.Tensor | None) -> int | None:
+    """The same for a single block on a CPU, as pieces of large tensors are, without arrays: those take as long to make
+    as the kernel takes for a megabyte. None where it is another case, or anything is not as it should be."""
+    number, offset, rows, cols, stride, start, global_stride = what.table[0].tolist()
+    data, regions = storages[number], native.load()
+    width = data.element_size()
+    inside = offset + (rows - 1) * stride + cols <= data.numel() and (rows == 1 or stride >= cols)
+    room = buffer is None or (len(buffer) >= what.num_bytes and buffer.is_contiguous() and buffer.device == data.device)
+    aligned = buffer is None or buffer.data_ptr() % width == 0
+    if regions is None or data.device.type != "cpu" or not (data.is_contiguous() and inside and room and aligned):
+        return None
+    if width != what.sections[0].width:
+        return None
+    kind, there = BITS_OF_WIDTH[width], -1 if buffer is None else 1
+    store, other = (0, offset, stride), (there, 0, cols)
+    source, target = (other, store) if do in (Do.SCATTER, Do.LAND) else (store, other)
+    slot = -1 if do is Do.SCATTER else 0
+    return native.one(
+        (*source, *target, rows, cols, kind, kind, slot, int(keys[number]), start, global_stride),
+        (data.data_ptr(), 0 if buffer is None else buffer.data_ptr()),
+    )
 
 
 def _has_kernel(device: torch.device) -> bool:

@@ -39,6 +39,16 @@ class Native:
         regions(table.ctypes.data, len(table), at.ctypes.data, 0 if sums is None else sums.data_ptr())
 
 
+def one(region: tuple[int, ...], bases: tuple[int, int]) -> int:
+    """A single region, checked by the caller; its checksum. ``load()`` has something."""
+    regions = load()
+    assert regions is not None
+    table = (ctypes.c_int64 * NUM_COLUMNS)(*(v - (1 << 64) if v >> 63 > 0 else v for v in region))
+    at, sums = (ctypes.c_int64 * 2)(*bases), ctypes.c_uint64(0)
+    regions(ctypes.addressof(table), 1, ctypes.addressof(at), ctypes.addressof(sums))
+    return sums.value
+
+
 @functools.cache
 def load() -> Regions | None:
     """``nereus_regions``, or None where it cannot be had."""

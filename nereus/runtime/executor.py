@@ -8,6 +8,7 @@ leaves the old state as it was. In tight mode each wave ends with an agreement, 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -30,6 +31,9 @@ from nereus.runtime.transports.base import CHECKSUM_MASK, Parcel, Transport
 from nereus.runtime.validate import validate
 
 TIGHT = "tight"
+
+#: Pieces of a message under way at one time from staging that is used again.
+_STREAM = 4
 
 T = TypeVar("T")
 
@@ -75,22 +79,22 @@ class _Participant:
 @dataclass(slots=True)
 class _InFlight:
     """A message under way. ``buffers``: one for each piece; ``staged``: whether it is staging, not the storage itself.
-    ``total``: checksum of what has arrived so far."""
+    ``total``: checksum of what has arrived so far. ``in_turn``: pieces use the same staging one after another, a
+    sender's once the one before is settled, of those ``under_way``."""
 
     owner: _Participant
     message: Message
     pieces: tuple[Packing, ...]
     buffers: list[torch.Tensor] = field(default_factory=list)
     staged: list[bool] = field(default_factory=list)
+    staged_bytes: int = 0
+    in_turn: bool = False
+    under_way: deque[Parcel] = field(default_factory=deque)
     total: int = 0
 
     @property
     def num_bytes(self) -> int:
         return sum(piece.num_bytes for piece in self.pieces)
-
-    @property
-    def staged_bytes(self) -> int:
-        return sum(piece.num_bytes for piece, staged in zip(self.pieces, self.staged, strict=True) if staged)
 
 
 def execute(
@@ -200,14 +204,17 @@ class _Executor:
         steps = [(p, p.program.waves[number]) for p in self.participants if number < len(p.program.waves)]
         self._timed("acquire", lambda: self._acquire(steps))
         self._timed("copy", lambda: self._copies((p, c) for p, w in steps for c in w.copies))
-        receives = self._timed("pack", lambda: self._flights((p, m) for p, w in steps for m in w.receives))
-        sends = self._timed("pack", lambda: self._flights((p, m) for p, w in steps for m in w.sends))
+        receives = self._timed(
+            "pack", lambda: self._flights(((p, m) for p, w in steps for m in w.receives), sends=False)
+        )
+        sends = self._timed("pack", lambda: self._flights(((p, m) for p, w in steps for m in w.sends), sends=True))
         self._receive(number, receives)
         self._send(number, sends)
         self._verify(receives, self._wait(receives))
         for flight in (*sends, *receives):
             flight.owner.account.stage(-flight.staged_bytes)
             flight.buffers.clear()
+            flight.under_way.clear()
         self.num_messages += len(sends)
         self.sent += sum(flight.num_bytes for flight in sends)
         self._timed("copy", lambda: self._copies((p, c) for p, w in steps for c in w.derives))
@@ -232,23 +239,32 @@ class _Executor:
             copy(p.data, blocks.src.table, blocks.dst.table, cast=blocks.cast)
             self.copied += _bytes_of(blocks.dst.table, p.widths)
 
-    def _flights(self, messages: Iterable[tuple[_Participant, Message]]) -> list[_InFlight]:
+    def _flights(self, messages: Iterable[tuple[_Participant, Message]], *, sends: bool) -> list[_InFlight]:
         """The messages cut, and staging for all pieces that the transport cannot take from or put to their place."""
         flights = []
         for p, message in messages:
             self._blame(p)
             flight = _InFlight(p, message, pieces(message.blocks.table, p.widths))
             direct = self.transport.direct(p.device, message.peer)
+            streams = sends and self.transport.streams(p.device, message.peer)
             places = [_place(p.data, what, direct=direct) for what in flight.pieces]
             flight.staged = [place is None for place in places]
+            sizes = [
+                _aligned(w.num_bytes) if place is None else 0 for w, place in zip(flight.pieces, places, strict=True)
+            ]
+            # Pieces that take turns share memory, which then stays in a core's cache: a stream's go in few buffers, and
+            # what is read from a sender's memory is read, and put to its place, one after another.
+            few = _STREAM if streams else 1 if direct and not sends else len(sizes)
+            size, turns = max(sizes, default=0), sum(map(bool, sizes))
+            flight.staged_bytes = min(sum(sizes), min(few, turns) * size)
             p.account.stage(flight.staged_bytes)
-            sizes = [_aligned(what.num_bytes) for what in flight.pieces]
-            room = fresh_bytes(sum(size for size, place in zip(sizes, places, strict=True) if place is None))
-            position = 0
-            for what, size, place in zip(flight.pieces, sizes, places, strict=True):
+            room = fresh_bytes(flight.staged_bytes)
+            flight.in_turn = sum(sizes) > flight.staged_bytes
+            turn = position = 0
+            for what, place in zip(flight.pieces, places, strict=True):
                 if place is None:
-                    place = room.narrow(0, position, what.num_bytes)
-                    position += size
+                    place = room.narrow(0, turn % few * size if flight.in_turn else position, what.num_bytes)
+                    turn, position = turn + 1, position + _aligned(what.num_bytes)
                 flight.buffers.append(place)
             flights.append(flight)
         return flights
@@ -276,8 +292,13 @@ class _Executor:
 
     def _pack(self, flight: _InFlight, part: int) -> Parcel:
         p, what, data = flight.owner, flight.pieces[part], flight.buffers[part]
+        if flight.staged[part] and flight.in_turn and len(flight.under_way) == _STREAM:
+            self._timed("transfer", lambda: self.transport.settle(flight.under_way.popleft(), self.options.deadline_s))
         total = gather(p.data, what, p.keys, data) if flight.staged[part] else stored(p.data, what, p.keys)
-        return Parcel(flight.message.tag, p.device, flight.message.peer, data, total, part)
+        parcel = Parcel(flight.message.tag, p.device, flight.message.peer, data, total, part, flight.staged[part])
+        if parcel.staged:
+            flight.under_way.append(parcel)
+        return parcel
 
     def _wait(self, receives: list[_InFlight]) -> Mapping[int, int]:
         """What arrives goes to its place, and is read back from there for the checksum, while the rest is under way."""

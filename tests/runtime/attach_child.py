@@ -17,7 +17,7 @@ from nereus.runtime.executor import ExecutionFailed, ExecutorOptions, execute
 from nereus.runtime.state import DeviceState
 from nereus.runtime.transports import gloo
 
-#: Four pieces of 4 MB, in rows that lie apart on both sides.
+#: Two pieces of 8 MB, in rows that lie apart on both sides.
 ROWS, COLS, STRIDE = 512, 8192, 9000
 SENDER, RECEIVER = Device("n0", 0), Device("n0", 1)
 
@@ -56,7 +56,7 @@ def main(folder: str, process: int, *, die: bool) -> None:
     def read(pid: int, *rows: object) -> None:
         nonlocal reads
         reads += 1
-        if die and reads == 3:
+        if die and reads == 2:
             os.kill(pid, signal.SIGKILL)
             time.sleep(0.2)
         genuine(pid, *rows)

@@ -28,8 +28,8 @@ import torch
 
 #: Segments of one call on each side (the system's IOV_MAX).
 _MOST = 1024
-#: Rows shorter than this are packed by the sender: each costs a call's worth of work in the system.
-LEAST_ROW_BYTES = 4096
+#: Rows shorter than this are packed by the sender: the system spends as much on each as on copying a kilobyte.
+LEAST_ROW_BYTES = 1024
 _NONCE_BYTES = 16
 _PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, -1
 

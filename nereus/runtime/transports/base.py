@@ -18,7 +18,8 @@ CHECKSUM_MASK = (1 << 64) - 1
 class Parcel:
     """One piece of a message. ``data``: uint8, contiguous, or [rows, bytes of a row] where the transport is ``direct``;
     a sender's is read, a receiver's is filled; neither may change until the end of ``wait``, but a receiver's that has
-    arrived may be read. ``checksum``: of a sender's piece."""
+    arrived may be read. ``checksum``: of a sender's piece; ``staged``: it may change after ``wait`` (a storage is left
+    alone until all processes have agreed, which is later)."""
 
     tag: int
     src: Device
@@ -26,6 +27,7 @@ class Parcel:
     data: torch.Tensor
     checksum: int = 0
     part: int = 0
+    staged: bool = True
 
 
 class Transport(Protocol):
@@ -43,6 +45,12 @@ class Transport(Protocol):
 
     def direct(self, src: Device, dst: Device) -> bool:
         """Whether the receiver copies out of the sender's memory: rows need not be packed then."""
+
+    def streams(self, src: Device, dst: Device) -> bool:
+        """Whether a sender may use a piece's memory again once it is settled, not only after ``wait``."""
+
+    def settle(self, parcel: Parcel, deadline_s: float) -> None:
+        """Until that piece is sent; not for one whose receiver has not posted it by now, or will without waiting."""
 
     def post(self, wave: int, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         """Start pieces of a wave's messages; none waits for another. May be called several times in a wave; the pieces

@@ -5,9 +5,10 @@ A process posts all that it receives in a wave before it sends anything, the pie
 message's tag (gloo keeps the order of equal tags between two processes), and waits only after all of it is posted;
 gloo's own thread moves whatever is posted, so that no order of posting can make two processes wait for each other.
 
-Of a piece for a process that can read this one's memory, only a ticket goes: where it lies. The receiver copies it from
-there, and says when it is done with a wave, so that the sender may change or free what it lent. Checksums, failures and
-deadlines are the same; a sender that dies is found by the read, by its connections, or by its silence.
+Of pieces for a process that can read this one's memory, only tickets go, several in a message: where each lies, and its
+checksum. The receiver copies them from there, and where staging is among them it says when it is done, so that the
+sender may use that again. Failures and deadlines are the same; a sender that dies is found by the read, by its
+connections, or by its silence.
 
 Failures: whoever stops writes why into the store (the first one wins) and closes its connections; that ends the waits
 of its peers at once, and they read the store. A process that neither speaks nor closes runs into the others' deadlines.
@@ -37,6 +38,8 @@ dist: Any = torch.distributed
 _FIRST_CHECK_TAG = 1 << 30
 #: And these the word that a process has read all that was lent to it in one.
 _FIRST_READ_TAG = _FIRST_CHECK_TAG + (1 << 29)
+#: Pieces in a message of tickets, so that a receiver of much begins before its sender has summed all of it.
+_TICKETS = 16
 #: Bytes of a text in a gather; longer ones are cut.
 _TEXT_BYTES = 1024
 _CLOSED_TEXT = "the connection was closed"
@@ -71,11 +74,17 @@ class Gloo:
         self._store = dist.PrefixStore(name, store)
         self._mailbox = Mailbox()
         self._wave = 0
-        #: What is under way, in the order in which it was posted; of a receive its parcel, and its ticket if there is.
-        self._works: deque[tuple[Any, str, Parcel | None, torch.Tensor | None]] = deque()
+        #: What is under way, in the order in which it was posted; of a receive its parcel, or the tickets of several.
+        self._works: deque[tuple[Any, str, tuple[Parcel, ...], torch.Tensor | None]] = deque()
+        #: Pieces on their way out, by tag and part.
+        self._sends: dict[tuple[int, int], Any] = {}
+        #: Pieces whose tickets are not posted yet: (is it a send, tag) -> in order.
+        self._tickets: dict[tuple[bool, int], list[Parcel]] = {}
+        self._sums: dict[int, int] = {}  # of what was read, by tag
         #: Processes whose memory this one reads, by number, with their process numbers; and those that read this one's.
         self._reads: dict[int, int] = {}
         self._read_by: set[int] = set()
+        #: Who has staging of this process, and whose staging this one has read.
         self._lent_to: set[int] = set()
         self._read_from: set[int] = set()
         self.notes: tuple[str, ...] = ()
@@ -124,6 +133,14 @@ class Gloo:
         there, here = self._process_of[src], self._process_of[dst]
         return (here == self.process and there in self._reads) or (there == self.process and here in self._read_by)
 
+    def streams(self, src: Device, dst: Device) -> bool:
+        return self._process_of[src] != self._process_of[dst] and not self.direct(src, dst)
+
+    def settle(self, parcel: Parcel, deadline_s: float) -> None:
+        if (found := self._sends.pop((parcel.tag, parcel.part), None)) is not None:
+            self._works.appendleft(found)
+            self._finish_one(time.monotonic() + deadline_s, deadline_s, lambda _: None)
+
     def post(self, wave: int, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         self._wave = wave
         for parcels, is_send in ((receives, False), (sends, True)):
@@ -134,20 +151,34 @@ class Gloo:
                     continue
                 if not 0 <= parcel.tag < _FIRST_CHECK_TAG:
                     raise Fault(PROGRAM_FAULT, "message tags are outside the transport's range", where=self.where)
+                if peer in (self._read_by if is_send else self._reads):
+                    lot = self._tickets.setdefault((is_send, parcel.tag), [])
+                    lot.append(parcel)
+                    if len(lot) == _TICKETS:
+                        self._hand_over(is_send, parcel.tag)
+                    continue
                 sums = (self._checks_out if is_send else self._checks_in).setdefault(peer, {})
                 sums[parcel.tag] = (sums.get(parcel.tag, 0) + parcel.checksum) & CHECKSUM_MASK
-                if is_send and peer in self._read_by:
-                    rows = Rows.of(parcel.data)
-                    ticket = torch.tensor([rows.address, rows.num, rows.num_bytes, rows.stride])
-                    self._posted.append(parcel.data)
-                    self._lent_to.add(peer)
-                    self._start(True, ticket, peer, parcel.tag)
-                elif not is_send and peer in self._reads:
-                    ticket = torch.empty(4, dtype=torch.int64)
-                    self._read_from.add(peer)
-                    self._start(False, ticket, peer, parcel.tag, parcel, ticket)
-                else:
-                    self._start(is_send, parcel.data, peer, parcel.tag, parcel)
+                self._start(is_send, parcel.data, peer, parcel.tag, () if is_send else (parcel,))
+                if is_send:  # waited for alone, where its sender wants the memory again
+                    self._sends[parcel.tag, parcel.part] = self._works.pop()
+
+    def _hand_over(self, is_send: bool, tag: int) -> None:
+        """Post the tickets of some pieces of one message; both ends have as many."""
+        lot = tuple(self._tickets.pop((is_send, tag)))
+        peer = self._process_of[lot[0].dst if is_send else lot[0].src]
+        if not is_send:
+            tickets = torch.empty((len(lot), 6), dtype=torch.int64)
+            self._start(False, tickets, peer, tag, lot, tickets)
+            return
+        lines = []
+        for parcel in lot:
+            rows = Rows.of(parcel.data)
+            lines.append((rows.address, rows.num, rows.num_bytes, rows.stride, parcel.staged, _signed(parcel.checksum)))
+            self._posted.append(parcel.data)
+        if any(parcel.staged for parcel in lot):
+            self._lent_to.add(peer)
+        self._start(True, torch.tensor(lines, dtype=torch.int64), peer, tag)
 
     def _exchange_checks(self) -> list[tuple[list[int], torch.Tensor]]:
         """Start sending every peer the checksums of what was sent to it; (tags, where theirs will be) of every peer."""
@@ -161,8 +192,7 @@ class Gloo:
                 self._start(False, sums, peer, tag)
             if peer in self._checks_out:
                 values = [value for _, value in sorted(self._checks_out[peer].items())]
-                signed = [v - (1 << 64) if v >> 63 else v for v in values]
-                self._start(True, torch.tensor(signed, dtype=torch.int64), peer, tag)
+                self._start(True, torch.tensor([_signed(v) for v in values], dtype=torch.int64), peer, tag)
         return expected
 
     def _start(
@@ -171,8 +201,8 @@ class Gloo:
         data: torch.Tensor,
         peer: int,
         tag: int,
-        parcel: Parcel | None = None,
-        ticket: torch.Tensor | None = None,
+        parcels: tuple[Parcel, ...] = (),
+        tickets: torch.Tensor | None = None,
     ) -> None:
         if self._group is None:
             raise Fault(PARTICIPANT_FAILED, "the transport is closed", where=self.where)
@@ -182,18 +212,23 @@ class Gloo:
         except RuntimeError as error:
             raise self._fault(error, f"process {peer} is gone", 0.0) from None
         doing = f"{'sending to' if is_send else 'receiving from'} process {peer}"
-        self._works.append((work, doing, None if is_send else parcel, ticket))
+        self._works.append((work, doing, parcels, tickets))
 
     def wait(self, deadline_s: float, arrived: Callable[[Parcel], None]) -> dict[int, int]:
         end = time.monotonic() + deadline_s
+        for is_send, tag in list(self._tickets):
+            self._hand_over(is_send, tag)
         expected = self._exchange_checks()
         checksums = self._mailbox.deliver(arrived)
         self._finish(end, deadline_s, arrived)
+        self._works.extend(self._sends.values())
+        self._sends.clear()
         for peer in sorted(self._read_from):
             self._start(True, torch.zeros(1), peer, _FIRST_READ_TAG + self._wave)
         for peer in sorted(self._lent_to):
             self._start(False, torch.zeros(1), peer, _FIRST_READ_TAG + self._wave)
         self._finish(end, deadline_s, arrived)
+        checksums.update(self._sums)
         for tags, sums in expected:
             checksums.update((tag, value & CHECKSUM_MASK) for tag, value in zip(tags, sums.tolist(), strict=True))
         self._forget()
@@ -202,20 +237,29 @@ class Gloo:
     def _finish(self, end: float, deadline_s: float, arrived: Callable[[Parcel], None]) -> None:
         """All that is under way."""
         while self._works:
-            work, doing, parcel, ticket = self._works.popleft()
-            fault = self._wait(work, end, doing, deadline_s)
-            del work
-            if fault is not None:
-                raise fault
-            if parcel is not None:
-                if ticket is not None:
-                    self._read(parcel, ticket)
-                arrived(parcel)
+            self._finish_one(end, deadline_s, arrived)
 
-    def _read(self, parcel: Parcel, ticket: torch.Tensor) -> None:
+    def _finish_one(self, end: float, deadline_s: float, arrived: Callable[[Parcel], None]) -> None:
+        work, doing, parcels, tickets = self._works.popleft()
+        fault = self._wait(work, end, doing, deadline_s)
+        del work
+        if fault is not None:
+            raise fault
+        lines: list[list[int]] = [] if tickets is None else tickets.tolist()
+        for number, parcel in enumerate(parcels):
+            if lines:
+                self._read(parcel, *lines[number])
+            arrived(parcel)
+
+    def _read(
+        self, parcel: Parcel, address: int, num: int, num_bytes: int, stride: int, staged: int, checksum: int
+    ) -> None:
         peer = self._process_of[parcel.src]
+        if staged:
+            self._read_from.add(peer)
+        self._sums[parcel.tag] = (self._sums.get(parcel.tag, 0) + checksum) & CHECKSUM_MASK
         try:
-            read(self._reads[peer], Rows(*ticket.tolist()), Rows.of(parcel.data))
+            read(self._reads[peer], Rows(address, num, num_bytes, stride), Rows.of(parcel.data))
         except OSError as error:
             text = f"{_CLOSED_TEXT} while reading the memory of process {peer}: {error.strerror}"
             raise Fault(PARTICIPANT_FAILED, text, where=self.where) from None
@@ -295,6 +339,7 @@ class Gloo:
     def drop(self) -> None:
         """End the connections."""
         self._works.clear()
+        self._sends.clear()
         self._forget()
         self._mailbox = Mailbox()
         self._group = None
@@ -304,8 +349,15 @@ class Gloo:
         self._checks_out.clear()
         self._checks_in.clear()
         self._posted.clear()
+        self._tickets.clear()
+        self._sums.clear()
         self._lent_to.clear()
         self._read_from.clear()
+
+
+def _signed(value: int) -> int:
+    """The same 64 bits as torch's int64 has them."""
+    return value - (1 << 64) if value >> 63 else value
 
 
 def open_store(path: str, num_processes: int) -> Any:

@@ -64,6 +64,12 @@ class InProcess:
     def direct(self, src: Device, dst: Device) -> bool:
         return False
 
+    def streams(self, src: Device, dst: Device) -> bool:
+        return False
+
+    def settle(self, parcel: Parcel, deadline_s: float) -> None:
+        """Nothing streams here."""
+
     def post(self, wave: int, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         for parcel in receives:
             self._mailbox.expect(parcel)
