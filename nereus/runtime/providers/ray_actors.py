@@ -119,14 +119,16 @@ class RayActors:
 
     def spawn(self, device: Device, part: str = "") -> tuple[str, int]:
         """Its host and pid. With a node's first process, actors for all its devices start."""
-        if part not in self._parts:
-            raise Fault(CANNOT_START, f"no process was started for {device}: its parts are {list(self._parts)}")
+        if part not in self._parts or device not in self._cluster.devices:
+            text = f"no process was started for {device}: no node here has it, or its part is none of {self._parts}"
+            raise Fault(CANNOT_START, text)
         node, key = self._node(device.node), (device.index, part)
         try:
             with node.lock:
                 self._start(node, device.index, part)
         except (self._ray.exceptions.RayError, TimeoutError) as error:
-            self._give_back(node)
+            if not node.runs:
+                self._give_back(node)
             raise Fault(CANNOT_START, f"Ray started no process for {device}: {first_line(error)}") from None
         with self._lock:
             if self._nodes.get(node.name) is not node:
@@ -216,7 +218,12 @@ class RayActors:
             raise TimeoutError(f"its machine has no room for {node.size} x {self._bundle}")
         bundles = [node.bundles[index]] if node.bundles else list(range(node.size))
         actors = [self._actor(node, bundle) for bundle in bundles]
-        identities = self._ray.get([actor.identity.remote() for actor in actors], timeout=self._start_s)
+        try:
+            identities = self._ray.get([actor.identity.remote() for actor in actors], timeout=self._start_s)
+        except BaseException:
+            for actor in actors:
+                self._ray.kill(actor)
+            raise
         if node.bundles:
             node.hosts[index, part] = actors[0], identities[0]
             return

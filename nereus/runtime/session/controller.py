@@ -33,7 +33,7 @@ from nereus.runtime.faults import CANNOT_START, DEADLINE, PROCESS_ENDED, WRONG_S
 from nereus.runtime.providers.base import ProcessProvider
 from nereus.runtime.session.change import COMMIT, REHEARSED, Outcome
 from nereus.runtime.session.lead import Lead, devices_of, names
-from nereus.runtime.session.members import Arrival, Command, Losses, Member, Seat, Word, failure_of
+from nereus.runtime.session.members import Arrivals, Command, Losses, Member, Seat, Word, failure_of
 from nereus.runtime.session.record import Record, digest_of
 from nereus.runtime.session.recovery import Replan, Turn, no_replan
 
@@ -158,26 +158,19 @@ class Controller:
     def _next(self, key: str, turn: Turn) -> str:
         """Waits for whatever comes first: all members at the boundary ``key``, the survivors of a loss at ``turn``, or
         the end of the job."""
-        arrived: set[int] = set()
-        closed: set[int] = set()
-        pause = _POLL_S
+        arrivals, pause, num_members = Arrivals(self.record, key), _POLL_S, len(self.members)
         while True:
             if turn.agreed() is not None:
                 return "lost"
-            for member in self.members:
-                if member.number not in arrived and self.record.has(f"{key}/{member.number}"):
-                    arrived.add(member.number)
-                    pause = _POLL_S
-                elif member.number not in arrived | closed and self.record.has(f"closed/{member.number}"):
-                    closed.add(member.number)
-            if len(arrived) == len(self.members):
+            if (arrived := arrivals.count()) == num_members:
                 return "boundary"
-            if closed and len(closed) + len(arrived) == len(self.members):
-                return "closed"
             self._losses.look()
-            if all(self._losses.has(m) or m.number in closed for m in self.members):
-                if closed:
-                    return "closed"
+            lost = [m for m in self.members if self._losses.has(m)]
+            gone = sum(not self.record.has(f"closed/{m.number}") for m in lost)
+            closed = self.record.counted(f"epoch/{self.epoch}/closed")
+            if closed and closed + arrived + gone >= num_members:
+                return "closed"
+            if gone == num_members:
                 raise self._why_all_ended()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL_S)
@@ -189,15 +182,12 @@ class Controller:
 
     def _arrived(self, key: str) -> dict[str, Any]:
         """The loop's state at a boundary; Fault, in all processes, where theirs differ."""
-        said: dict[int, Arrival] = {m.number: self.record.get(f"{key}/{m.number}") for m in self.members}
-        first = self.members[0].number
-        for number, arrival in said.items():
-            if arrival.digest != said[first].digest:
-                text = f"the loop's state differs between processes {first} and {number} at boundary {self.version}"
-                fault = Fault(WRONG_STATE, text, where="job")
+        try:
+            return Arrivals(self.record, key).loop()
+        except Fault as fault:
+            if fault.code == WRONG_STATE:
                 self.record.first(key, Word(stop=fault.encode()))
-                raise fault
-        return dict(said[first].loop or {})
+            raise
 
     def _word(self, loop: dict[str, Any] | None) -> Word:
         plan, rehearsal = self._requested, self._rehearses

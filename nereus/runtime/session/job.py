@@ -43,7 +43,7 @@ from nereus.runtime.session.controller import said_by
 from nereus.runtime.session.journal import Journal
 from nereus.runtime.session.lead import Lead, Spawn, names
 from nereus.runtime.session.members import (
-    Arrival,
+    Arrivals,
     BoundStage,
     Builder,
     Command,
@@ -55,7 +55,7 @@ from nereus.runtime.session.members import (
     Word,
     tell_failure,
 )
-from nereus.runtime.session.record import Record, digest_of
+from nereus.runtime.session.record import Record
 from nereus.runtime.session.recovery import Replan, Turn, no_replan
 from nereus.runtime.session.snapshot import Snapshot, copied, live
 from nereus.runtime.session.watch import Watch
@@ -309,7 +309,10 @@ class Job:
             self._snapshots.append(copied(self._kept(), dict(self.loop), self.version))
         key = f"epoch/{self.epoch}/boundary/{self.version}"
         numbers = [m.number for m in self.members]
-        self.record.put(f"{key}/{self.me.number}", self._arrival() if self.led else self.version)
+        if self.led:
+            Arrivals(self.record, key).come(self.loop, speaks=self._speaks)
+        else:
+            self.record.put(f"{key}/{self.me.number}", self.version)
         if self.leads:
             for number in numbers:
                 self.record.wait(
@@ -339,10 +342,6 @@ class Job:
             self.outcomes.remove(outcome)
             return None
         return outcome
-
-    def _arrival(self) -> Arrival:
-        loop = dict(self.loop)
-        return Arrival(digest=digest_of(loop), loop=loop if self._speaks else None)
 
     def request(self, plan: Plan) -> None:
         """Ask for a change at the next boundary; any process may, and whoever has the store."""
@@ -536,4 +535,5 @@ class Job:
         self._watch.close()
         if self.led:
             self.record.put(f"closed/{self.me.number}", self.version)
+            self.record.count(f"epoch/{self.epoch}/closed")
         self._journal.close()

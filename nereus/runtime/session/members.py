@@ -12,9 +12,9 @@ from typing import Any
 from nereus.ir.cluster import Device
 from nereus.ir.plan import Plan, Stage
 from nereus.runtime.adapters.base import Adapter
-from nereus.runtime.faults import PROCESS_ENDED, Fault
+from nereus.runtime.faults import PROCESS_ENDED, WRONG_STATE, Fault
 from nereus.runtime.groups import Place
-from nereus.runtime.session.record import Record
+from nereus.runtime.session.record import Record, digest_of
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -81,12 +81,31 @@ class Word:
     loop: Mapping[str, Any] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
-    """What a process says at a boundary to a controller: its loop's state, from one of them, and a digest of it."""
+class Arrivals:
+    """What the processes of a plan say to a controller at the boundary ``key``: that they are there, and their loop's
+    state, which one of them tells. However many they are, the controller reads four entries."""
 
-    digest: str
-    loop: Mapping[str, Any] | None
+    def __init__(self, record: Record, key: str) -> None:
+        self._record, self._key = record, key
+
+    def come(self, loop: Mapping[str, Any], *, speaks: bool) -> None:
+        digest = digest_of(loop)
+        if speaks:
+            self._record.put(f"{self._key}/loop", dict(loop))
+        if self._record.first(f"{self._key}/digest", digest) != digest:
+            self._record.put(f"{self._key}/odd", self._record.me)
+        self._record.count(f"{self._key}/arrived")
+
+    def count(self) -> int:
+        return self._record.counted(f"{self._key}/arrived")
+
+    def loop(self) -> dict[str, Any]:
+        """Once all are there. Raises Fault where their loops differ."""
+        if (number := self._record.get(f"{self._key}/odd")) is not None:
+            text = f"the loop's state differs between process {number} and the first that came ({self._key})"
+            raise Fault(WRONG_STATE, text, where="job")
+        found: dict[str, Any] = self._record.get(f"{self._key}/loop")
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,6 +89,10 @@ class Record:
         """1, 2, ... : a number that nobody else gets."""
         return int(self._ask(lambda: self.store.add(key, 1)))
 
+    def counted(self, key: str) -> int:
+        """The last number that ``count`` gave; 0: none."""
+        return int(self._ask(lambda: self.store.add(key, 0)))
+
     def wait(
         self, key: str, deadline_s: float, *, of: str, decided: bool = False, stop: Callable[[], Fault | None]
     ) -> Any:
