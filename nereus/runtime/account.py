@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from nereus.ir.cluster import Device
+from nereus.ir.program import NUM_COLS, NUM_ROWS, STORAGE, Program
+from nereus.ir.units import DTYPE_BYTES
 
 
 @dataclass(slots=True)
@@ -40,6 +45,33 @@ class Account:
         self.peak_staging_bytes = max(self.peak_staging_bytes, self.staging_bytes)
 
 
+def promised_peak(program: Program) -> int:
+    """Most bytes of storages and staging on the device at any time of a program, from the program alone: every message
+    of a wave staged whole on both sides."""
+    size = [0 if spec.host else spec.numel * DTYPE_BYTES[spec.dtype] for spec in program.storages]
+    widths = np.array([DTYPE_BYTES[spec.dtype] for spec in program.storages], dtype=np.int64)
+    now = sum(size[spec.id] for spec in program.storages if spec.role in ("old", "kept"))
+    peak = now
+    for wave in program.waves:
+        now += sum(size[number] for number in wave.acquire)
+        tables = [message.blocks.table for message in (*wave.sends, *wave.receives)]
+        staged = sum(int((t[:, NUM_ROWS] * t[:, NUM_COLS] * widths[t[:, STORAGE]]).sum()) for t in tables)
+        # A piece of staging begins on 8 bytes.
+        peak = max(peak, now + staged + 8 * sum(map(len, tables)))
+        if program.mode == "tight":
+            now -= sum(size[number] for number in wave.release)
+    return peak
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released:
+    """``accounted``: bytes let go at the commit; ``read``: how much less the process has resident since, as the system
+    says, None where it does not. Memory that something else still holds, or that an allocator keeps, shows here."""
+
+    accounted: int
+    read: int | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutionReport:
     """One process's part of a transition. ``received``: bytes by message tag, each verified."""
@@ -51,12 +83,21 @@ class ExecutionReport:
     #: (device, peak bytes of storages and staging on it, peak bytes in host memory, peak staging)
     peaks: tuple[tuple[Device, int, int, int], ...]
     num_messages: int
+    #: (device, bytes that its program needs at most): no peak is above.
+    promised: tuple[tuple[Device, int], ...]
+    released: Released
     phases_s: tuple[tuple[str, float], ...]
     #: Received by reading the sender's memory, and why other processes of this host were reached over gloo.
     direct_bytes: int = 0
     notes: tuple[str, ...] = ()
     #: (slot, tensors) of live moves: held before, wanted by nobody, and said to be dropped.
     dropped: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def within_promise(self) -> bool:
+        """Whether no device held more than its program promises."""
+        promised = dict(self.promised)
+        return all(peak <= promised[device] for device, peak, _, _ in self.peaks)
 
     @property
     def received_bytes(self) -> int:
@@ -80,6 +121,15 @@ class Stopwatch:
 
     def add(self, phase: str, seconds: float) -> None:
         self.phases[phase] = self.phases.get(phase, 0.0) + seconds
+
+
+def resident_bytes() -> int | None:
+    """Memory that this process has now; None where the system does not say."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def peak_rss_bytes() -> int | None:

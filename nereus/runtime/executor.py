@@ -23,7 +23,15 @@ from nereus.ir.units import DTYPE_BYTES
 from nereus.kernels.checksum import tensor_key
 from nereus.kernels.move import copy, gather, land, pieces, stored
 from nereus.kernels.pack import Packing, in_place_bytes, rows_in_place
-from nereus.runtime.account import Account, ExecutionReport, Progress, Stopwatch
+from nereus.runtime.account import (
+    Account,
+    ExecutionReport,
+    Progress,
+    Released,
+    Stopwatch,
+    promised_peak,
+    resident_bytes,
+)
 from nereus.runtime.faults import DAMAGED_MESSAGE, DIFFERENT_DIGEST, WRONG_STATE, Fault, first_line
 from nereus.runtime.state import Allocate, DeviceState, allocate, fresh_bytes, key_of, same_place
 from nereus.runtime.transports.attach import LEAST_ROW_BYTES
@@ -142,7 +150,10 @@ class _Executor:
             failure = self._abort(error)
         if failure is not None:  # outside the handler: the first error's frames hold tensors that are to go
             raise failure
-        self._commit()
+        before = resident_bytes()
+        accounted = self._commit()
+        after = resident_bytes()
+        read = None if before is None or after is None else before - after
         try:
             self.transport.close(self.options.deadline_s)
         except Exception as error:  # the decision stands; only the farewell failed
@@ -157,6 +168,8 @@ class _Executor:
                 for p in self.participants
             ),
             num_messages=self.num_messages,
+            promised=tuple((p.device, promised_peak(p.program)) for p in self.participants),
+            released=Released(accounted=accounted, read=read),
             phases_s=tuple(self.clock.phases.items()),
             direct_bytes=self.direct,
             notes=self.transport.notes,
@@ -355,12 +368,16 @@ class _Executor:
             if held is not None and held.spec.numel == spec.numel and same_place(held.spec, spec):
                 del p.state.held[key_of(spec)]
 
-    def _commit(self) -> None:
+    def _commit(self) -> int:
+        """Bytes let go."""
+        accounted = 0
         for p in self.participants:
+            accounted += sum(_num_bytes(p.data[number]) for number in p.program.commit_release)
             self._release(p, p.program.commit_release)
             for number, data in p.data.items():
                 if p.spec(number).role in ("new", "kept"):
                     p.state.put(p.spec(number), data)
+        return accounted
 
     def _abort(self, error: Exception) -> ExecutionFailed:
         """Drop what is new; what is old was never written."""

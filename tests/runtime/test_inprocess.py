@@ -5,6 +5,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
@@ -78,6 +80,24 @@ def test_peaks_are_exact() -> None:
         both = sum(s.numel * width[s.dtype] for s in programs[device].storages)
         assert both <= peak <= both + staging
         assert host == 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(sorted(LAYOUTS)), st.sampled_from(sorted(LAYOUTS)), st.sampled_from(["reversible", "tight"]))
+def test_no_device_holds_more_than_its_program_promises(old: str, new: str, mode: str) -> None:
+    report, _ = run(LAYOUTS[old], LAYOUTS[new], mode=mode)
+    assert report.within_promise
+    assert {device for device, _ in report.promised} == {device for device, *_ in report.peaks}
+
+
+def test_what_is_released_is_given_back_as_the_system_reads_it() -> None:
+    """Storages of 4 MB and more, which an allocator does not keep."""
+    wide = replace(ARCH, vocab=1 << 17, hidden=32, num_layers=1)
+    old, new = (trainer(EIGHT, count, arch=wide) for count in (1, 2))
+    report, _ = run(old, replace(new, stages=(replace(new.stages[0], devices=EIGHT.devices[1:3]),)))
+    assert report.released.accounted > 50 << 20
+    if report.released.read is not None:
+        assert report.released.read > 0.9 * report.released.accounted
 
 
 class Damaging(InProcess):

@@ -41,13 +41,16 @@ REHEARSED = "rehearsed: everything up to the first byte went well"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """``fault``: why it was aborted; None: committed. ``phases_s``: seconds of this process in each phase.
-    ``moved_bytes``: that arrived here."""
+    ``moved_bytes``: that arrived here. ``peak_bytes``: most that old and new objects and staging of a stage held here
+    while it was moved; ``promised_bytes``: what its program said, never less."""
 
     epoch: int
     plan: Plan
     fault: Fault | None
     phases_s: Mapping[str, float]
     moved_bytes: int = 0
+    peak_bytes: int = 0
+    promised_bytes: int = 0
 
     @property
     def committed(self) -> bool:
@@ -106,7 +109,7 @@ class Change:
         self.loop: Mapping[str, Any] = {}
         self.before: dict[str, tuple[float, ...] | None] = {}
         self.phases_s: dict[str, float] = {}
-        self.moved_bytes = 0
+        self.moved_bytes = self.peak_bytes = self.promised_bytes = 0
         self.connections = Connections()
 
     def run(self) -> tuple[Outcome, Built | None]:
@@ -154,6 +157,8 @@ class Change:
             fault=fault,
             phases_s=self.phases_s,
             moved_bytes=self.moved_bytes,
+            peak_bytes=self.peak_bytes,
+            promised_bytes=self.promised_bytes,
         )
 
     def _phase(self, name: str, work: Callable[[], None]) -> None:
@@ -312,6 +317,9 @@ class Change:
                 fault = error.fault if isinstance(error, ExecutionFailed) else Fault(WRONG_STATE, str(error))
                 raise Fault(fault.code, f"{stage.name}: {fault.text}", where=fault.where or "job") from None
             self.moved_bytes += report.received_bytes
+            for (_, peak, host, _), (_, promised) in zip(report.peaks, report.promised, strict=True):
+                self.peak_bytes = max(self.peak_bytes, peak + host)
+                self.promised_bytes = max(self.promised_bytes, promised + host)
         self.journal.write(self.command.epoch, "moved", bytes=self.moved_bytes)
 
     def _finish(self) -> None:
