@@ -62,7 +62,9 @@ class Candidates:
         self.all = tuple(sorted(found, key=lambda c: (sum(c.seconds.values()), c.num_changes)))
         first = self.all[0]
         #: The least that each stage takes in any of them.
-        self.fastest = {stage: min(c.seconds[stage] for c in self.all) for stage in first.seconds}
+        self.seconds = {stage: np.array([c.seconds[stage] for c in self.all]) for stage in first.seconds}
+        self.fastest = {stage: float(values.min()) for stage, values in self.seconds.items()}
+        self.num_changes = np.array([c.num_changes for c in self.all])
         self._held: dict[int, Held] = {}
         self._costs: dict[int, NDArray[np.float64]] = {}
         self._dominated: dict[int, bool] = {}

@@ -17,10 +17,11 @@ from statistics import NormalDist
 import numpy as np
 
 from nereus.ir.plan import Plan, Stage
-from nereus.models.memory.cache import cache_tokens
-from nereus.models.memory.state import owner_of
-from nereus.models.memory.steady import steady_state
+from nereus.models.memory.cache import engine_tokens
+from nereus.models.memory.state import owner_of, pipeline_index_of_ranks
+from nereus.models.memory.steady import mem_bytes_of
 from nereus.planner.calibration import Calibration
+from nereus.planner.runs import Floats
 from nereus.planner.stage_runs import run_of_stage, serving_of_stage
 
 #: Coefficient of variation of response lengths. An assumption: published runs report means and maxima only.
@@ -95,6 +96,18 @@ class Order:
             found[name] = seconds[name] + max((found[other] for other in before), default=0.0)
         return found
 
+    def last_ends(self, seconds: Mapping[str, float | Floats]) -> Floats:
+        """When the last stage ends, for many choices at once: some stages have one time for each."""
+        found: dict[str, float | Floats] = {}
+        last: Floats = np.zeros(1)
+        for name, before in self.after:
+            start: float | Floats = 0.0
+            for other in before:
+                start = np.maximum(start, found[other])
+            found[name] = start + seconds[name]
+            last = np.maximum(last, found[name])
+        return last
+
 
 def order_of(plan: Plan) -> Order:
     """Plan order within a phase. Services take no time and are left out."""
@@ -149,11 +162,12 @@ def _generation(plan: Plan, stage: Stage, calibration: Calibration) -> StageTime
     at_once = min(samples, most)
     token_s, deviation = _pace(plan, stage, calibration, at_once)
     # The queue keeps the engine full until the last ``at_once`` sequences are in; then the batch only shrinks.
-    full_s = (samples - at_once) * plan.workload.response_len * token_s(at_once)
+    full_s = (samples - at_once) * plan.workload.response_len * token_s(np.array([at_once]))[0]
     lengths = _lengths(plan)
     alive = at_once * (1 - np.arange(_NUM_POINTS) / _NUM_POINTS)
     tokens = np.diff(lengths, prepend=0.0)
-    tail_s = sum(token_s(max(1.0, b)) * max(1.0, b) * count for b, count in zip(alive, tokens, strict=True))
+    left = np.maximum(alive, 1.0)
+    tail_s = (token_s(left) * left * tokens).sum()
     return StageTime(stage=stage.name, seconds=float(full_s + tail_s), deviation=deviation)
 
 
@@ -161,18 +175,21 @@ def _tokens_held(plan: Plan, stage: Stage) -> int:
     """By the cache of one engine."""
     owner = owner_of(plan, stage)
     inside = tuple(s for s in plan.stages if s.service is None and owner_of(plan, s).name == owner.name)
-    alone = replace(plan, stages=inside)
-    return next((tokens for s, tokens, _ in cache_tokens(alone, steady_state(alone)) if s.name == stage.name), 0)
+    nodes = {node.name: mem_bytes_of(node) for node in plan.cluster.nodes}
+    ranks = zip(pipeline_index_of_ranks(owner), owner.ranks, strict=True)
+    places = {(index, nodes[device.node]) for index, device in ranks}
+    return engine_tokens(replace(plan, stages=inside), stage, sorted(places))[0]
 
 
-def _pace(plan: Plan, stage: Stage, calibration: Calibration, most: float) -> tuple[Callable[[float], float], float]:
+def _pace(plan: Plan, stage: Stage, calibration: Calibration, most: float) -> tuple[Callable[[Floats], Floats], float]:
     """Seconds per token of one engine by its batch, from a few batches and straight lines between their logarithms."""
     batches = np.unique(np.geomspace(1.0, most, 9))
     predicted = calibration.predict_token_time([serving_of_stage(plan, stage, float(b)) for b in batches])
     logs = np.log(predicted.value)
 
-    def token_s(batch: float) -> float:
-        return float(np.exp(np.interp(np.log(batch), np.log(batches), logs)))
+    def token_s(batch: Floats) -> Floats:
+        seconds: Floats = np.exp(np.interp(np.log(batch), np.log(batches), logs))
+        return seconds
 
     return token_s, float(predicted.deviation[-1])
 

@@ -28,6 +28,7 @@ from nereus.models.memory.steady import COMMUNICATOR_BYTES, CONTEXT_BYTES
 from nereus.planner.calibration import Calibration
 from nereus.planner.candidates import Bytes, Candidates, Held, candidates
 from nereus.planner.rl_step import Order, order_of
+from nereus.planner.runs import Floats
 
 Places: TypeAlias = NDArray[np.intp]
 
@@ -127,15 +128,25 @@ class _Search:
             self._keep(chosen)
             return
         owner = undecided[0]
-        for number in range(len(self.choices[owner].all)):
+        bounds = self._bounds(chosen, owner)
+        for number in np.argsort(bounds, kind="stable").tolist():
+            if len(self.kept) == self.count and bounds[number] >= -self.kept[0][0]:
+                break  # nor can those behind it be kept
             further = {**chosen, owner: number}
-            if not self._may_be_kept(further) or self.choices[owner].dominated(number):
-                continue
-            if self.fits(further):
+            if not self.choices[owner].dominated(number) and self.fits(further):
                 self.descend(further, undecided[1:])
 
-    def _may_be_kept(self, chosen: Mapping[str, int]) -> bool:
-        return len(self.kept) < self.count or self.bound(chosen) < -self.kept[0][0]
+    def _bounds(self, chosen: Mapping[str, int], owner: str) -> Floats:
+        """``bound`` with each candidate of ``owner``."""
+        times: dict[str, float | Floats] = {}
+        num_keys = 0
+        for other, of_other in self.choices.items():
+            times.update(of_other.all[chosen[other]].seconds if other in chosen else of_other.fastest)
+            num_keys += of_other.all[chosen[other]].num_changes if other in chosen else 0
+        of_owner = self.choices[owner]
+        times.update(of_owner.seconds)
+        bounds: Floats = self.order.last_ends(times) + self.price_s * (num_keys + of_owner.num_changes)
+        return bounds
 
     def bound(self, chosen: Mapping[str, int]) -> float:
         """Seconds of the owners chosen, of the others at their fastest, and what the keys written cost."""

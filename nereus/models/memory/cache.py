@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from nereus.ir.plan import Plan, Stage
 from nereus.models.memory.activations import kv_bytes_per_token
@@ -16,21 +16,22 @@ _CACHE_ELEMENT_BYTES = 2  # bf16 cache
 def cache_tokens(plan: Plan, report: MemoryReport) -> Iterator[tuple[Stage, int, int]]:
     """(stage, tokens that its cache holds, bytes per token) on the engine's tightest GPU. ``report``: that of
     ``plan``."""
-    copy_of = {user.name: copy for copy in copies(plan) for user in copy.users}
     nodes = {node.name: node for node in plan.cluster.nodes}
     for stage in plan.stages:
         if stage.kind != "generate" or stage.service is not None:
             continue
-        copy = copy_of[stage.name]
-        tightest: tuple[int, int] | None = None
-        for row in report.rows:
-            if row.stage != stage.name:
-                continue
-            layers = copy.shapes[row.pp_index].num_layers
-            per_token = kv_bytes_per_token(copy.model.arch, stage, layers, _CACHE_ELEMENT_BYTES)
-            mem_bytes = mem_bytes_of(nodes[row.device.node])
-            tokens = kv_cache_bytes(plan, copy, stage, row.pp_index, mem_bytes) // max(1, per_token)
-            if tightest is None or tokens < tightest[0]:
-                tightest = (tokens, per_token)
-        if tightest is not None:
-            yield stage, *tightest
+        rows = [row for row in report.rows if row.stage == stage.name]
+        places = dict.fromkeys((row.pp_index, mem_bytes_of(nodes[row.device.node])) for row in rows)
+        if places:
+            yield stage, *engine_tokens(plan, stage, places)
+
+
+def engine_tokens(plan: Plan, stage: Stage, places: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """(tokens, bytes per token) on the tightest of ``places``: (pipeline stage, bytes of the GPU), at least one."""
+    copy = next(copy for copy in copies(plan) if any(user.name == stage.name for user in copy.users))
+    found = []
+    for pp_index, mem_bytes in places:
+        layers = copy.shapes[pp_index].num_layers
+        per_token = kv_bytes_per_token(copy.model.arch, stage, layers, _CACHE_ELEMENT_BYTES)
+        found.append((kv_cache_bytes(plan, copy, stage, pp_index, mem_bytes) // max(1, per_token), per_token))
+    return min(found, key=lambda of_place: of_place[0])
