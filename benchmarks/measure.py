@@ -148,12 +148,12 @@ def _simulate_own(transition: Transition) -> tuple[float, float | None]:
 
 
 def _busiest_nic_s(transition: Transition, links: Links) -> float:
-    load = np.zeros((2, len(links.nic)))
+    load = np.zeros((2, len(links.rail)))
     for move in transition.schedule.moves:
         if move.link == INTER:
-            src, dst = links.node(move.src), links.node(move.dst)
-            load[0, src] += move.num_bytes * links.nic[src]
-            load[1, dst] += move.num_bytes * links.nic[dst]
+            src, dst = links.rail_number(move.src), links.rail_number(move.dst)
+            load[0, src] += move.num_bytes * links.rail[src]
+            load[1, dst] += move.num_bytes * links.rail[dst]
     return float(load.max())
 
 

@@ -52,6 +52,16 @@ class Node:
     host_mem_bytes: int
     #: Per node and direction, all rails together.
     nic_bytes_per_s: float
+    #: NICs that are bound to GPUs: each serves an equal run of them with its part of the rate. 1: all GPUs share all.
+    rails: int = 1
+
+    @property
+    def rail_bytes_per_s(self) -> float:
+        return self.nic_bytes_per_s / self.rails
+
+    def rail(self, gpu: int) -> int:
+        """Which of the node's rails serves a GPU (the last one for GPUs that the node no longer has)."""
+        return min(gpu * self.rails // self.num_gpus, self.rails - 1)
 
     @property
     def devices(self) -> tuple[Device, ...]:

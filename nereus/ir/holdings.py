@@ -78,7 +78,7 @@ def join_clusters(old: Cluster, new: Cluster) -> Topology:
     for node in old.nodes:
         gone = node.devices[counts.get(node.name, 0) :]
         if gone:
-            found.append((replace(node, num_gpus=len(gone)), gone, False))
+            found.append((replace(node, num_gpus=len(gone), rails=1), gone, False))
     order = {node.name: i for i, node in enumerate(old.nodes)}
     found.sort(key=lambda entry: order.get(entry[0].name, len(order)))
     return Topology(

@@ -67,6 +67,8 @@ def _cluster(plan: Plan) -> str:
                 ("host_mem", f"{facts.host_mem_bytes} B"),
                 ("nic", f"{_number(facts.nic_bytes_per_s)} B/s"),
             ]
+            if facts.rails > 1:
+                entries.append(("rails", str(facts.rails)))
             inner.append(_block(f"node {name}", entries))
     pool = plan.cluster.pool
     if pool is not None:

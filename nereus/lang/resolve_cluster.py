@@ -50,7 +50,7 @@ class ClusterResolver:
     # -- nodes
 
     def _resolve_nodes(self, merged: Merged) -> None:
-        read: dict[int, tuple[int, GpuType, int, float] | None] = {}
+        read: dict[int, tuple[int, GpuType, int, float, int] | None] = {}
         for name, section in merged.nodes.items():
             if id(section) not in read:
                 read[id(section)] = self._node(section)
@@ -58,9 +58,9 @@ class ClusterResolver:
             if facts is None:
                 self.complete = False
                 continue
-            num_gpus, gpu, host_mem_bytes, nic = facts
+            num_gpus, gpu, host_mem_bytes, nic, rails = facts
             self._nodes[name] = Node(
-                name=name, gpu=gpu, num_gpus=num_gpus, host_mem_bytes=host_mem_bytes, nic_bytes_per_s=nic
+                name=name, gpu=gpu, num_gpus=num_gpus, host_mem_bytes=host_mem_bytes, nic_bytes_per_s=nic, rails=rails
             )
         total = sum(node.num_gpus for node in self._nodes.values())
         if total > MAX_NAMES:
@@ -69,7 +69,7 @@ class ClusterResolver:
             self._nodes.clear()
             self.complete = False
 
-    def _node(self, section: Section) -> tuple[int, GpuType, int, float] | None:
+    def _node(self, section: Section) -> tuple[int, GpuType, int, float, int] | None:
         gpus = section.entries.get("gpus")
         counted = None if gpus is None else self._gpus(gpus)
         if gpus is None and not section.broken:
@@ -85,7 +85,18 @@ class ClusterResolver:
             host_mem_bytes = DEFAULT_HOST_MEM_BYTES
         if rate is None:
             rate = num_gpus * gpu.default_nic_bytes_per_s
-        return num_gpus, gpu, host_mem_bytes, rate
+        return num_gpus, gpu, host_mem_bytes, rate, self._rails(section.entries.get("rails"), num_gpus)
+
+    def _rails(self, entry: Entry | None, num_gpus: int) -> int:
+        """1 after an error: the node is known all the same."""
+        rails = None if entry is None else self._reader.integer(entry)
+        if entry is None or rails is None:
+            return 1
+        if num_gpus % rails:
+            headline = f"{rails} rails for {num_gpus} GPUs: each serves equally many GPUs"
+            self._sink.error("NRS2010", headline, entry.span, f"must divide {num_gpus}")
+            return 1
+        return rails
 
     def _gpus(self, entry: Entry) -> tuple[int, GpuType] | None:
         self._reader.no_body(entry)

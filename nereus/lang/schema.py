@@ -10,7 +10,7 @@ UNSET = "default"
 BLOCKS = ("cluster", "model", "workload", "stage", "checkpoint")
 
 CLUSTER_KEYS = ("remove", "lost", "node", "pool")
-NODE_KEYS = ("gpus", "host_mem", "nic")
+NODE_KEYS = ("gpus", "host_mem", "nic", "rails")
 POOL_KEYS = ("min", "max", "standby", "notice")
 MODEL_KEYS = ("frozen", "head", "precision", "lora", "arch")
 LORA_KEYS = ("rank", "alpha", "targets")

@@ -98,7 +98,8 @@ def bounds(diff: Diff, links: Links) -> Bounds:
         at = int(np.argmax(seconds))
         if seconds[at] > best:
             best, limited = float(seconds[at]), f"{what} of {name(at)}"
-            prices = ((kind, at, 1),)
+            rails = range(links.first_rail[at], links.first_rail[at] + nodes[at].rails) if "NIC" in what else (at,)
+            prices = tuple((kind, number, 1) for number in rails)
     # The transfer's bound is for what is demanded; bytes are counted as if all that can be derived were.
     node_in = (np.array(nic_in) - diff.foregone.node_in_bytes).tolist()
     moved -= diff.foregone.moved_bytes

@@ -20,7 +20,7 @@ from nereus.passes.commodities import Commodities, commodities_of_diff
 from nereus.passes.diff import Diff
 from nereus.passes.flow_prices import Prices, as_weights, priced_bound
 from nereus.passes.flow_programme import FlowProgramme, FlowSolution
-from nereus.passes.links import Links
+from nereus.passes.links import Links, rail_names
 
 #: Wanters and senders up to which the programme is solved unmerged: about 20 ms.
 MAX_UNMERGED = 4000
@@ -101,7 +101,7 @@ def _attempt(
 
 
 def _even_prices(links: Links) -> Prices:
-    gpus, nics = np.ones(links.num_devices), np.ones(len(links.nic))
+    gpus, nics = np.ones(links.num_devices), np.ones(len(links.rail))
     return Prices(gpu_out=gpus, gpu_in=gpus, nic_out=nics, nic_in=nics)
 
 
@@ -117,8 +117,8 @@ def _dearest_alone(prices: Prices) -> Prices:
 def _dearest(prices: Prices, topology: Topology) -> str:
     """The kind of port that weighs most, with its dearest one and how many share the weight."""
     kinds = (
-        ("NIC intake", prices.nic_in, [node.name for node in topology.nodes]),
-        ("NIC output", prices.nic_out, [node.name for node in topology.nodes]),
+        ("NIC intake", prices.nic_in, rail_names(topology)),
+        ("NIC output", prices.nic_out, rail_names(topology)),
         ("GPU intake", prices.gpu_in, [str(device) for device in topology.devices]),
         ("GPU output", prices.gpu_out, [str(device) for device in topology.devices]),
     )

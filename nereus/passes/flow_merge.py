@@ -26,7 +26,7 @@ Hashes = npt.NDArray[np.uint64]
 @dataclass(frozen=True, slots=True)
 class Labels:
     place: Hashes
-    node: Hashes
+    rail: Hashes
     demand: Hashes
 
 
@@ -52,9 +52,15 @@ def labels_of(c: Commodities, links: Links) -> Labels:
     np.add.at(parts, c.wanter_place[wanted], mix(wanter_class[wanted], 2))
     node = np.zeros(num_nodes, dtype=np.uint64)
     np.add.at(node, node_of, mix(parts, 3))
-    for rates in (links.nic, links.pcie, links.intra):
+    for rates in (links.nic, [links.rail[first] for first in links.first_rail], links.pcie, links.intra):
         node = mix(node + mix(np.array(rates).view(np.uint64)), 4)
+    of_rail = np.array(links.rail_of, dtype=np.int64)
+    rail = np.zeros(len(links.rail), dtype=np.uint64)
+    np.add.at(rail, np.tile(of_rail, 2), mix(parts, 3))
+    home = np.zeros(len(rail), dtype=np.int64)
+    home[of_rail] = node_of[:devices]
+    rail = mix(rail + mix(node)[home], 10)
     device = mix(parts[:devices], 5) + mix(parts[devices:], 6)
     kind = np.repeat(np.array([7, 8], dtype=np.uint64), devices)
-    place = mix(np.tile(device, 2) + kind + mix(node)[node_of])
-    return Labels(place, node, mix(c.demand_class, 9) + mix(node)[c.demand_node])
+    place = mix(np.tile(device, 2) + kind + np.tile(mix(rail)[of_rail], 2))
+    return Labels(place, rail, mix(c.demand_class, 9) + mix(node)[c.demand_node])

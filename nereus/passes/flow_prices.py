@@ -11,8 +11,7 @@ class is a closed form, since every port is a port of a single place or node:
 
 So the figure needs no solver to be trusted: ``flow_bound`` looks for good prices, this says what they prove. Counted
 are routings in which only holders and wanters touch bytes, each GPU takes in what it lacks once and so does each host
-memory (moved bytes are least). NICs of unequal rates are charged their own rate, the slower end's counts in ``Links``:
-there the bound is a little low.
+memory (moved bytes are least).
 """
 
 from __future__ import annotations
@@ -67,9 +66,10 @@ class Costs:
         node = np.array(links.node_of, dtype=np.int64)
         pcie = np.array(links.pcie)[node]
         intra = np.array(links.intra)[node]
-        nic = np.array(links.nic)[node]
-        self.inter_out = np.tile(prices.gpu_out * pcie + prices.nic_out[node] * nic, 2)
-        self.inter_in = np.tile(prices.gpu_in * pcie + prices.nic_in[node] * nic, 2)
+        rail = np.array(links.rail_of, dtype=np.int64)
+        nic = np.array(links.rail)[rail]
+        self.inter_out = np.tile(prices.gpu_out * pcie + prices.nic_out[rail] * nic, 2)
+        self.inter_in = np.tile(prices.gpu_in * pcie + prices.nic_in[rail] * nic, 2)
         # Place p < devices is a GPU; a host place shares its device's port and passes it at PCIe's rate.
         self.gpu_out = np.concatenate((prices.gpu_out * intra, prices.gpu_out * pcie))
         self.gpu_in = np.concatenate((prices.gpu_in * intra, prices.gpu_in * pcie))

@@ -73,7 +73,9 @@ class FlowProgramme:
         c = commodities
         self.devices, self.num = links.num_devices, c.num_demands
         self.node = np.tile(np.array(links.node_of, dtype=np.int64), 2)
-        self.pcie, self.intra, self.nic = (np.array(r)[self.node] for r in (links.pcie, links.intra, links.nic))
+        self.rail = np.tile(np.array(links.rail_of, dtype=np.int64), 2)
+        self.pcie, self.intra = (np.array(r)[self.node] for r in (links.pcie, links.intra))
+        self.nic = np.array(links.rail)[self.rail]
         self.gpu, self.near_gpu = c.wanter_place < self.devices, c.near_place < self.devices
         num_gpus = self._count(c.wanter_demand, self.gpu)
         self.wants_gpu, self.wants_host = num_gpus > 0, self._count(c.wanter_demand, ~self.gpu) > 0
@@ -83,7 +85,7 @@ class FlowProgramme:
         self.class_unit = np.zeros(c.num_classes)
         np.maximum.at(self.class_unit, c.demand_class, c.demand_bytes)
         labels = labels_of(c, links)
-        self.place_label, self.node_label, self.demand_label = labels.place, labels.node, labels.demand
+        self.place_label, self.rail_label, self.demand_label = labels.place, labels.rail, labels.demand
         self.class_label = mix(np.arange(c.num_classes))
         self.lp = LinearProgram()
         self.time = self.lp.add_columns(mix(np.zeros(1, dtype=np.int64)))
@@ -268,7 +270,7 @@ class FlowProgramme:
     def _port_rows(self) -> None:
         c, devices, terms = self.c, self.devices, self.lp.add_terms
         # A device's port serves its GPU and its part of host memory: the label of either names the pair.
-        labels = (*(mix(self.place_label[:devices], k) for k in (60, 61)), *(mix(self.node_label, k) for k in (62, 63)))
+        labels = (*(mix(self.place_label[:devices], k) for k in (60, 61)), *(mix(self.rail_label, k) for k in (62, 63)))
         self.ports = [self.lp.add_rows(np.full(len(n), -INF), np.zeros(len(n)), n) for n in labels]
         gpu_in, gpu_out, nic_in, nic_out = self.ports
         for number, (incidence, columns) in enumerate(self.ways):
@@ -279,13 +281,13 @@ class FlowProgramme:
             )
             terms(gpu_in[place % devices], columns, rate * num)
             if number == 0:
-                terms(nic_in[self.node[place]], columns, self.nic[place] * num)
+                terms(nic_in[self.rail[place]], columns, self.nic[place] * num)
         for senders, rates in ((self.to_gpu, self.intra), (self.to_host, self.pcie), (self.from_host, self.pcie)):
             num = c.demand_bytes[senders.demand] / self.unit_s
             terms(gpu_out[senders.place % devices], senders.columns, rates[senders.place] * num)
         cls, place, columns = self.senders
         num = self.class_unit[cls] / self.unit_s
         terms(gpu_out[place % devices], columns, self.pcie[place] * num)
-        terms(nic_out[self.node[place]], columns, self.nic[place] * num)
+        terms(nic_out[self.rail[place]], columns, self.nic[place] * num)
         every = np.concatenate(self.ports)
         terms(every, np.repeat(self.time, len(every)), -1.0)

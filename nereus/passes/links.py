@@ -15,10 +15,16 @@ class Links:
         gpus = [node.gpu for node in topology.nodes]
         self.intra = [1.0 / min(gpu.intra_bytes_per_s, gpu.intra_peer_bytes_per_s) for gpu in gpus]
         self.pcie = [1.0 / gpu.pcie_bytes_per_s for gpu in gpus]
+        #: Of a node, all rails together.
         self.nic = [1.0 / node.nic_bytes_per_s for node in topology.nodes]
+        #: Of every rail, node by node, and which one serves each device.
+        self.rail, self.rail_of, self.first_rail = rails_of(topology)
 
     def node(self, place: int) -> int:
         return self.node_of[place % self.num_devices]
+
+    def rail_number(self, place: int) -> int:
+        return self.rail_of[place % self.num_devices]
 
     def link(self, src: int, dst: int) -> str:
         if src == dst:
@@ -31,22 +37,44 @@ class Links:
             return HOST
         return INTRA if same_node else INTER
 
-    def port_seconds(self, src: int, dst: int, num_bytes: int) -> tuple[float, float, float]:
-        """(source device port, destination device port, both NIC ports) for ``num_bytes`` from ``src`` to ``dst``."""
-        out_rate, in_rate, nic_rate = self.rates(src, dst)[1:]
-        return num_bytes * out_rate, num_bytes * in_rate, num_bytes * nic_rate
+    def rail_s(self, place: int) -> float:
+        """Seconds per byte of the rail that serves a place."""
+        return self.rail[self.rail_of[place % self.num_devices]]
 
     def rates(self, src: int, dst: int) -> tuple[str, float, float, float]:
-        """Link class, and seconds per byte on the three ports: source device, destination device, both NICs."""
+        """Link class, and seconds per byte on the three ports: source device, destination device, and the
+        source's rail (``rail_s`` has the destination's)."""
         num_devices, node_of = self.num_devices, self.node_of
         src_node, dst_node = node_of[src % num_devices], node_of[dst % num_devices]
         if src_node != dst_node:
-            nic = self.nic
-            slower = nic[src_node] if nic[src_node] > nic[dst_node] else nic[dst_node]
-            return INTER, self.pcie[src_node], self.pcie[dst_node], slower
+            return INTER, self.pcie[src_node], self.pcie[dst_node], self.rail[self.rail_of[src % num_devices]]
         kind = self.link(src, dst)
         if kind == LOCAL:
             return kind, 0.0, 0.0, 0.0
         through_host = src >= num_devices or dst >= num_devices
         rate = self.pcie[src_node] if through_host else self.intra[src_node]
         return kind, rate, rate, 0.0
+
+
+def rails_of(topology: Topology) -> tuple[list[float], list[int], list[int]]:
+    """(seconds per byte of every rail, rail of every device, first rail of every node)."""
+    seconds: list[float] = []
+    first: list[int] = []
+    for node in topology.nodes:
+        first.append(len(seconds))
+        seconds += [1.0 / node.rail_bytes_per_s] * node.rails
+    nodes = topology.nodes
+    of_device = [
+        first[number] + nodes[number].rail(device.index)
+        for device, number in zip(topology.devices, topology.node_of.tolist(), strict=True)
+    ]
+    return seconds, of_device, first
+
+
+def rail_names(topology: Topology) -> list[str]:
+    """``n0`` where a node's GPUs share all NICs, else ``n0.nic3``."""
+    return [
+        node.name if node.rails == 1 else f"{node.name}.nic{number}"
+        for node in topology.nodes
+        for number in range(node.rails)
+    ]

@@ -38,7 +38,7 @@ class _Repair:
         self.children: list[list[int]] = [[] for _ in hops]
         self.of_flow: list[list[int]] = [[] for _ in flows]
         self.gpu_out = [0.0] * links.num_devices
-        self.nic_out = [0.0] * len(links.nic)
+        self.nic_out = [0.0] * len(links.rail)
         for number, hop in enumerate(hops):
             if hop.parent >= 0:
                 self.children[hop.parent].append(number)
@@ -50,7 +50,7 @@ class _Repair:
         _, out_rate, _, nic_rate = self.links.rates(src, self.dst[number])
         num_bytes = sign * (self.hi[number] - self.lo[number]) * self.flows[self.flow[number]].element_bytes
         self.gpu_out[src % self.links.num_devices] += num_bytes * out_rate
-        self.nic_out[self.links.node(src)] += num_bytes * nic_rate
+        self.nic_out[self.links.rail_number(src)] += num_bytes * nic_rate
 
     def run(self) -> list[Hop]:
         devices = self.links.num_devices
@@ -60,7 +60,7 @@ class _Repair:
                 from_gpu.setdefault(src % devices, []).append(number)
         for _ in range(SWEEPS):
             before = self._worst()
-            for device in sorted(from_gpu, key=lambda d: -max(self.gpu_out[d], self.nic_out[self.links.node(d)])):
+            for device in sorted(from_gpu, key=lambda d: -self._busy(d)):
                 # Large ones first: few cuts.
                 for number in sorted(from_gpu[device], key=lambda n: self.lo[n] - self.hi[n]):
                     over = self._over(device)
@@ -77,9 +77,12 @@ class _Repair:
     def _worst(self) -> float:
         return max(*self.gpu_out, *self.nic_out)
 
+    def _busy(self, device: int) -> float:
+        return max(self.gpu_out[device], self.nic_out[self.links.rail_number(device)])
+
     def _over(self, device: int) -> float:
         """Seconds beyond the target of the device's port or its node's NIC; 0 where it is hardly any."""
-        over = max(self.gpu_out[device], self.nic_out[self.links.node(device)]) - self.target_s
+        over = self._busy(device) - self.target_s
         return over if over > self.target_s * TOLERANCE else 0.0
 
     def _move(self, number: int, device: int) -> int:
@@ -89,7 +92,7 @@ class _Repair:
         _, out_rate, _, nic_rate = links.rates(self.src[number], dst)
         excess = max(
             (self.gpu_out[device] - self.target_s) / out_rate if out_rate else 0.0,
-            (self.nic_out[links.node(device)] - self.target_s) / nic_rate if nic_rate else 0.0,
+            (self.nic_out[links.rail_number(device)] - self.target_s) / nic_rate if nic_rate else 0.0,
         )
         wanted = min(self.hi[number] - self.lo[number], -int(-excess // width))
         best, source, parent = 0, -1, -1
@@ -122,13 +125,13 @@ class _Repair:
         """Bytes of the hop that ``place`` can send within the target; none through the port that is too busy."""
         links, src = self.links, self.src[number]
         _, out_rate, _, nic_rate = links.rates(place, self.dst[number])
-        device, node = place % links.num_devices, links.node(place)
+        device, rail = place % links.num_devices, links.rail_number(place)
         if device == src % links.num_devices:
             return 0.0
         room = (self.target_s - self.gpu_out[device]) / out_rate if out_rate else float("inf")
-        if nic_rate and node != links.node(src):
-            room = min(room, (self.target_s - self.nic_out[node]) / nic_rate)
-        elif nic_rate and self.nic_out[node] > self.target_s * (1 + TOLERANCE):
+        if nic_rate and rail != links.rail_number(src):
+            room = min(room, (self.target_s - self.nic_out[rail]) / nic_rate)
+        elif nic_rate and self.nic_out[rail] > self.target_s * (1 + TOLERANCE):
             return 0.0
         return room
 

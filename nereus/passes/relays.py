@@ -1,4 +1,4 @@
-"""Who can send a class's bytes: the least loaded node that holds them, and what nodes took in and may relay.
+"""Who can send a class's bytes: the least loaded rail with a holder, and what nodes took in and may relay.
 
 Loads only grow while moves are added, so each list is a heap of loads as they were when last looked at: an entry at the
 top whose load has grown goes back with its new load, and the first that has not is the least of all. A choice then
@@ -30,31 +30,32 @@ class Ports:
         return max((max(p, default=0.0) for p in (self.gpu_out, self.gpu_in, self.nic_out, self.nic_in)), default=0.0)
 
 
-class HolderNodes:
-    """Nodes that hold a class, by what their NICs send so far; among equals the first listed."""
+class HolderRails:
+    """Rails with a holder of a class, by what they send so far; among equals the first listed."""
 
     __slots__ = ("heap", "nic_out")
 
-    def __init__(self, nodes: Iterable[int], nic_out: list[float]) -> None:
+    def __init__(self, rails: Iterable[int], nic_out: list[float]) -> None:
         self.nic_out = nic_out
-        self.heap = [(0.0, at, node) for at, node in enumerate(nodes)]
+        self.heap = [(0.0, at, rail) for at, rail in enumerate(rails)]
 
     def least(self) -> int:
         heap, nic_out = self.heap, self.nic_out
         while True:
-            load, at, node = heap[0]
-            now = nic_out[node]
+            load, at, rail = heap[0]
+            now = nic_out[rail]
             if now == load:
-                return node
-            heapreplace(heap, (now, at, node))
+                return rail
+            heapreplace(heap, (now, at, rail))
 
 
 class Taken(NamedTuple):
     """Elements ``lo..hi`` of a region that ``place`` took in from another node by stripe ``stripe``: it may relay
-    them. ``depth``: how many sendings brought them there."""
+    them, through rail ``rail``. ``depth``: how many sendings brought them there."""
 
     place: int
     node: int
+    rail: int
     lo: int
     hi: int
     stripe: int
@@ -127,5 +128,5 @@ class Relays:
         return None
 
     def _load(self, part: Taken) -> float:
-        nic, gpu = self.ports.nic_out[part.node], self.ports.gpu_out[part.place % len(self.ports.gpu_out)]
+        nic, gpu = self.ports.nic_out[part.rail], self.ports.gpu_out[part.place % len(self.ports.gpu_out)]
         return gpu if gpu > nic else nic

@@ -25,7 +25,7 @@ from nereus.passes.diff import Demand, Diff
 from nereus.passes.diff_flows import DiffFlows
 from nereus.passes.hops import Hop
 from nereus.passes.links import Links
-from nereus.passes.relays import HolderNodes, Ports, Relays, Taken
+from nereus.passes.relays import HolderRails, Ports, Relays, Taken
 from nereus.passes.stripes import Stripe, to_moves
 
 
@@ -84,12 +84,13 @@ def _expected_s(routed: Routed) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Class:
-    """What demands of one class have in common. ``holders``: places by node."""
+    """What demands of one class have in common. ``holders``, ``by_rail``: places by node, and by rail."""
 
     region: int
     order: ClassOrder
     holders: dict[int, list[int]]
-    nodes: HolderNodes
+    by_rail: dict[int, list[int]]
+    rails: HolderRails
     relays: Relays | None  # None where nobody else wants what one takes in
 
 
@@ -101,8 +102,8 @@ class _Router:
         self.num_devices = self.links.num_devices
         self.bound = bounds(diff, self.links)
         self.target_s = self.bound.transfer_s
-        devices, nodes = diff.topology.num_devices, len(diff.topology.nodes)
-        self.ports = Ports(gpu_out=[0.0] * devices, gpu_in=[0.0] * devices, nic_out=[0.0] * nodes, nic_in=[0.0] * nodes)
+        devices, rails = diff.topology.num_devices, len(self.links.rail)
+        self.ports = Ports(gpu_out=[0.0] * devices, gpu_in=[0.0] * devices, nic_out=[0.0] * rails, nic_in=[0.0] * rails)
         self.stripes: list[Stripe] = []
         self.widths = [table.element_bytes for table in diff.tables]
         self.sizes = [table.stop - table.start for table in diff.tables]
@@ -137,7 +138,7 @@ class _Router:
         by_class: dict[tuple[int, int], list[Demand]] = {}
         for demand in self.diff.demands:
             by_class.setdefault((demand.table, demand.cls), []).append(demand)
-        expected = [0] * len(self.ports.nic_out)  # bytes that each node holds for others, or is to relay
+        expected = [0] * len(self.links.nic)  # bytes that each node holds for others, or is to relay
         classes: list[tuple[list[Demand], _Class]] = []
         for demands in by_class.values():
             of = self._class(demands)
@@ -164,14 +165,18 @@ class _Router:
         order = class_order([d.intervals for d in demands], self.sizes[table])
         self.regions.append((table, order.rows))
         holders: dict[int, list[int]] = {}
-        node_of, num_devices = self.links.node_of, self.num_devices
+        by_rail = holders if len(self.links.rail) == len(self.links.nic) else {}
+        node_of, rail_of, num_devices = self.links.node_of, self.links.rail_of, self.num_devices
         for place in self.diff.holders[table][cls]:
             holders.setdefault(node_of[place % num_devices], []).append(place)
+            if by_rail is not holders:
+                by_rail.setdefault(rail_of[place % num_devices], []).append(place)
         return _Class(
             region=len(self.regions) - 1,
             order=order,
             holders=holders,
-            nodes=HolderNodes(holders, self.ports.nic_out),
+            by_rail=by_rail,
+            rails=HolderRails(by_rail, self.ports.nic_out),
             relays=Relays(order.numel, self.ports) if len(demands) > 1 else None,
         )
 
@@ -230,7 +235,7 @@ class _Router:
             if inside is not None:
                 for x, y, source in self._fill(inside, wanter, demand.table, a, b):
                     number = self._add(source, wanter, demand.table, region, x, y, -1)
-                    taken.append(Taken(wanter, demand.node, x, y, number, 1))
+                    taken.append(Taken(wanter, demand.node, self.links.rail_number(wanter), x, y, number, 1))
             else:
                 taken += self._take_in(demand, of, wanter, a, b)
         for part in taken:
@@ -289,35 +294,35 @@ class _Router:
         while lo < hi:
             source, stop, parent, depth = self._source(demand, of, lo, hi, least)
             number = self._add(source, wanter, demand.table, of.region, lo, stop, parent)
-            result.append(Taken(wanter, demand.node, lo, stop, number, depth))
+            result.append(Taken(wanter, demand.node, self.links.rail_number(wanter), lo, stop, number, depth))
             lo = stop
         return result
 
     def _source(self, demand: Demand, of: _Class, lo: int, hi: int, least: int) -> tuple[int, int, int, int]:
         """(place, how far it sends, stripe that it relays or -1, depth) for the elements from ``lo``."""
-        width, nic, pcie = self.widths[demand.table], self.links.nic, self.links.pcie
+        width, rails, pcie = self.widths[demand.table], self.links.rail, self.links.pcie
         busy = self.ports.nic_out
         least = min(least, hi - lo)
-        node = of.nodes.least()
-        places = of.holders[node]
+        rail = of.rails.least()
+        places = of.by_rail[rail]
         # Ascending, so among equals the first place.
         place = places[0] if len(places) == 1 else min(places, key=self._out_load)
         out = self._out_load(place)
-        rate, gpu_rate = max(nic[node], nic[demand.node]) * width, pcie[node] * width
+        rate, gpu_rate = rails[rail] * width, pcie[self.links.node(place)] * width
         while True:
             target = self.target_s
             #: A sending more delays the end by a slice: worth it only for a port that is clearly less loaded.
             deeper_s = target / _DEPTH_COSTS
-            room = int(min((target - busy[node]) / rate, (target - out) / gpu_rate))
+            room = int(min((target - busy[rail]) / rate, (target - out) / gpu_rate))
             best: tuple[int, int, int, int] | None = None
             below = inf
             if room >= least:
-                best, below = (place, hi if hi - lo - room < least else lo + room, -1, 1), max(busy[node], out)
+                best, below = (place, hi if hi - lo - room < least else lo + room, -1, 1), max(busy[rail], out)
             for load, part in of.relays.cheapest(lo, target, deeper_s, below) if of.relays is not None else ():
                 if part.node == demand.node:
                     continue
-                each = max(nic[part.node], nic[demand.node]) * width
-                room = int(min((target - busy[part.node]) / each, (target - load) / (pcie[part.node] * width)))
+                each = rails[part.rail] * width
+                room = int(min((target - busy[part.rail]) / each, (target - load) / (pcie[part.node] * width)))
                 stop = min(part.hi, hi, lo + room)
                 if stop - lo >= least:
                     best = part.place, stop, part.stripe, part.depth + 1
@@ -331,7 +336,11 @@ class _Router:
         return self.ports.gpu_out[place % self.num_devices]
 
     def _in_load(self, place: int) -> float:
-        return self.ports.gpu_in[place % self.num_devices]
+        """Of its own port, and of its rail where others of the node have another."""
+        load = self.ports.gpu_in[place % self.num_devices]
+        if self.diff.topology.nodes[self.links.node(place)].rails > 1:
+            load = max(load, self.ports.nic_in[self.links.rail_number(place)])
+        return load
 
     def _add(self, src: int, dst: int, table: int, region: int, lo: int, hi: int, parent: int) -> int:
         num_bytes = (hi - lo) * self.widths[table]
@@ -341,8 +350,8 @@ class _Router:
             ports.gpu_out[src % num_devices] += num_bytes * out_rate
             ports.gpu_in[dst % num_devices] += num_bytes * in_rate
         if link == INTER:
-            node_of = self.links.node_of
-            ports.nic_out[node_of[src % num_devices]] += num_bytes * nic_rate
-            ports.nic_in[node_of[dst % num_devices]] += num_bytes * nic_rate
+            rail, rail_of = self.links.rail, self.links.rail_of
+            ports.nic_out[rail_of[src % num_devices]] += num_bytes * nic_rate
+            ports.nic_in[rail_of[dst % num_devices]] += num_bytes * rail[rail_of[dst % num_devices]]
         self.stripes.append(Stripe(src, dst, table, region, lo, hi, LINK_NUMBER[link], parent))
         return len(self.stripes) - 1

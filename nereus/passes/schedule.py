@@ -144,7 +144,7 @@ def transfer_seconds(moves: Moves, wave: IntArray, slices: IntArray, links: Link
     starting = np.argsort(wave, kind="stable")
     bounds = np.searchsorted(wave[starting], np.arange(int(until.max()) + 1))
     ready = np.zeros(num_devices)
-    num_ports = 2 * num_devices + 3 * len(links.nic) + 1
+    num_ports = 2 * num_devices + 2 * len(links.rail) + len(links.nic) + 1
     done = np.zeros(num_ports)  # port -> when it has carried everything so far
     chosen = starting[:0]  # moves that are on their way
     for number, (first, last) in enumerate(itertools.pairwise(bounds.tolist())):
@@ -172,32 +172,30 @@ def transfer_seconds(moves: Moves, wave: IntArray, slices: IntArray, links: Link
 def _port_costs(src: IntArray, dst: IntArray, num_bytes: IntArray, links: Links) -> tuple[IntArray, FloatArray]:
     """Port numbers and seconds on them, both ``[4, moves]``: device out, device in, NIC out (or a copy inside a
     node's host memory), NIC in; the last number stands for no port."""
-    num_devices, num_nodes = links.num_devices, len(links.nic)
+    num_devices, num_rails, num_nodes = links.num_devices, len(links.rail), len(links.nic)
     node_of = np.array(links.node_of, dtype=np.int64)
     src_device, dst_device = src % num_devices, dst % num_devices
     src_node, dst_node = node_of[src_device], node_of[dst_device]
     src_host, dst_host = src >= num_devices, dst >= num_devices
     inter = src_node != dst_node
     local = (src == dst) | (~inter & src_host & dst_host)
-    pcie, intra, nic = (np.array(rates) for rates in (links.pcie, links.intra, links.nic))
+    pcie, intra, rail = (np.array(rates) for rates in (links.pcie, links.intra, links.rail))
+    rail_of = np.array(links.rail_of, dtype=np.int64)
+    src_rail, dst_rail = rail_of[src_device], rail_of[dst_device]
     inside = np.where(src_host | dst_host, pcie[src_node], intra[src_node])
     size = np.where(local, 0, num_bytes)
-    nic_s = size * np.maximum(nic[src_node], nic[dst_node])
     out_s, in_s = size * np.where(inter, pcie[src_node], inside), size * np.where(inter, pcie[dst_node], inside)
-    none = np.full_like(src, 2 * num_devices + 3 * num_nodes)
+    none = np.full_like(src, 2 * num_devices + 2 * num_rails + num_nodes)
     first = 2 * num_devices
     copied = local & src_host & dst_host & (src != dst)
     ports = np.stack(
         (
             src_device,
             num_devices + dst_device,
-            np.where(inter, first + src_node, np.where(copied, first + 2 * num_nodes + src_node, none)),
-            np.where(inter, first + num_nodes + dst_node, none),
+            np.where(inter, first + src_rail, np.where(copied, first + 2 * num_rails + src_node, none)),
+            np.where(inter, first + num_rails + dst_rail, none),
         ),
     )
-    zero = np.zeros_like(nic_s)
-    copy_s = num_bytes / HOST_COPY_BYTES_PER_S
-    seconds: FloatArray = np.stack(
-        (out_s, in_s, np.where(inter, nic_s, np.where(copied, copy_s, zero)), np.where(inter, nic_s, zero))
-    )
+    far_s = np.where(inter, size * rail[src_rail], np.where(copied, num_bytes / HOST_COPY_BYTES_PER_S, 0.0))
+    seconds: FloatArray = np.stack((out_s, in_s, far_s, np.where(inter, size * rail[dst_rail], 0.0)))
     return ports, seconds

@@ -174,8 +174,8 @@ class PortLoads:
 
     def __init__(self, links: Links) -> None:
         self.links = links
-        self.num_nodes = len(links.nic)
-        self.num_ports = 2 * links.num_devices + 2 * self.num_nodes
+        self.num_rails = len(links.rail)
+        self.num_ports = 2 * links.num_devices + 2 * self.num_rails
 
     def of(self, move: Move) -> tuple[tuple[int, float], ...]:
         """(port, seconds) of every port that ``move`` passes."""
@@ -192,8 +192,8 @@ class PortLoads:
         first = 2 * count
         return (
             *ends,
-            (first + self.links.node(move.src), move.num_bytes * nic_rate),
-            (first + self.num_nodes + self.links.node(move.dst), move.num_bytes * nic_rate),
+            (first + self.links.rail_number(move.src), move.num_bytes * nic_rate),
+            (first + self.num_rails + self.links.rail_number(move.dst), move.num_bytes * self.links.rail_s(move.dst)),
         )
 
 

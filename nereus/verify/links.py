@@ -77,31 +77,30 @@ def busy_ports(case: Case) -> Busy:
 
 
 def port_use(case: Case, src: IntArray, dst: IntArray, num_bytes: IntArray) -> tuple[IntArray, FloatArray]:
-    """(ports, seconds on them), both ``[transfers, 4]``. Ports: out of device d: d; into it: D + d; out of node n: 2D +
-    n; into it: 2D + N + n; copies in its host memory: 2D + 2N + n; ``num_ports`` where a transfer passes fewer."""
+    """(ports, seconds on them), both ``[transfers, 4]``. Ports: out of device d: d; into it: D + d; out of rail r: 2D +
+    r; into it: 2D + R + r; copies in node n's host memory: 2D + 2R + n; ``num_ports`` where a transfer passes fewer."""
     world = case.world
-    num_devices, num_nodes = world.num_devices, len(world.nodes)
+    num_devices, num_rails = world.num_devices, world.num_rails
     gpus = [node.gpu for node in world.nodes]
     intra = np.array([1 / min(gpu.intra_bytes_per_s, gpu.intra_peer_bytes_per_s) for gpu in gpus])
     pcie = np.array([1 / gpu.pcie_bytes_per_s for gpu in gpus])
-    nic = np.array([1 / node.nic_bytes_per_s for node in world.nodes])
+    rail = np.array([node.rails / node.nic_bytes_per_s for node in world.nodes for _ in range(node.rails)])
     ends = (src % num_devices, dst % num_devices)
-    nodes = [world.node_of[end] for end in ends]
+    nodes, rails = [world.node_of[end] for end in ends], [world.rail_of[end] for end in ends]
     between = nodes[0] != nodes[1]
     in_host = (src >= num_devices, dst >= num_devices)
     copied = ~between & in_host[0] & in_host[1] & (src != dst)
     stays = copied | (src == dst)
     ports = np.full((len(src), 4), world.num_ports, dtype=np.int64)
     cost = np.zeros((len(src), 4))
-    slower = np.maximum(nic[nodes[0]], nic[nodes[1]])
     for side in (0, 1):
         node = nodes[side]
         inside = np.where(in_host[0] | in_host[1], pcie[node], intra[node])
         ports[~stays, side] = (side * num_devices + ends[side])[~stays]
         cost[~stays, side] = np.where(between, pcie[node], inside)[~stays]
-        ports[between, 2 + side] = (2 * num_devices + side * num_nodes + node)[between]
-        cost[between, 2 + side] = slower[between]
-    ports[copied, 2] = (2 * num_devices + 2 * num_nodes + nodes[0])[copied]
+        ports[between, 2 + side] = (2 * num_devices + side * num_rails + rails[side])[between]
+        cost[between, 2 + side] = rail[rails[side]][between]
+    ports[copied, 2] = (2 * num_devices + 2 * num_rails + nodes[0])[copied]
     cost[copied, 2] = 1 / HOST_COPY_BYTES_PER_S
     seconds: FloatArray = cost * num_bytes[:, None]
     return ports, seconds

@@ -53,7 +53,9 @@ def _prices(case: Case) -> _Prices | None:
     world = case.world
     devices = {str(device): number for number, device in enumerate(world.devices)}
     nodes = {node.name: number for number, node in enumerate(world.nodes)}
-    numbers = {kind: devices if kind.startswith("gpu") else nodes for kind in _KINDS}
+    every = [(node, number) for node in world.nodes for number in range(node.rails)]
+    rails = {node.name if node.rails == 1 else f"{node.name}.nic{i}": at for at, (node, i) in enumerate(every)}
+    numbers = {kind: {"gpu": devices, "nic": rails}.get(kind[:3], nodes) for kind in _KINDS}
     columns = {kind: np.zeros(len(known)) for kind, known in numbers.items()}
     if case.document.prices is None:
         raise Violation("nothing in the document proves the bound on seconds: it is from before there were proofs")
@@ -104,16 +106,17 @@ class _Costs:
         gpus = [n.gpu for n in world.nodes]
         intra = np.array([1 / min(g.intra_bytes_per_s, g.intra_peer_bytes_per_s) for g in gpus])[node]
         pcie = np.array([1 / g.pcie_bytes_per_s for g in gpus])[node]
-        nic = np.array([1 / n.nic_bytes_per_s for n in world.nodes])[node]
+        rail = world.rail_of
+        nic = np.array([n.rails / n.nic_bytes_per_s for n in world.nodes])[node]
         self.give_inter, self.take_inter = (
-            np.tile(gpu * pcie + far[node] * nic, 2)
+            np.tile(gpu * pcie + far[rail] * nic, 2)
             for gpu, far in ((prices.gpu_out, prices.nic_out), (prices.gpu_in, prices.nic_in))
         )
         self.give_gpu, self.take_gpu = prices.gpu_out * intra, prices.gpu_in * intra
         self.give_host, self.take_host = (np.tile(gpu * pcie, 2) for gpu in (prices.gpu_out, prices.gpu_in))
         self.copy = prices.host_copy / HOST_COPY_BYTES_PER_S
-        self.takes_cost = np.tile(prices.gpu_in + prices.nic_in[node], 2) > 0
-        self.gives_cost = np.tile(prices.gpu_out + prices.nic_out[node], 2) > 0
+        self.takes_cost = np.tile(prices.gpu_in + prices.nic_in[rail], 2) > 0
+        self.gives_cost = np.tile(prices.gpu_out + prices.nic_out[rail], 2) > 0
 
 
 def _deliveries(case: Case, costs: _Costs, arriving: Segments, held: Segments, model: str) -> float:

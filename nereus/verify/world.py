@@ -22,6 +22,7 @@ class World:
     number: dict[Device, int]
     nodes: tuple[Node, ...]  # as the new cluster has them; lost ones as the old one did
     node_of: IntArray  # device -> node
+    rail_of: IntArray  # device -> its node's NICs, or those of its run of GPUs
     alive: BoolArray  # per device: what the new cluster lacks is lost, and nothing on it is a source
 
     @property
@@ -34,8 +35,12 @@ class World:
 
     @property
     def num_ports(self) -> int:
-        """Of devices and nodes, both ways, and the copying inside each node's host memory."""
-        return 2 * len(self.devices) + 3 * len(self.nodes)
+        """Of devices and rails, both ways, and the copying inside each node's host memory."""
+        return 2 * len(self.devices) + 2 * self.num_rails + len(self.nodes)
+
+    @property
+    def num_rails(self) -> int:
+        return sum(node.rails for node in self.nodes)
 
     def node_of_places(self, place: IntArray) -> IntArray:
         return self.node_of[place % self.num_devices]
@@ -66,11 +71,21 @@ def build_world(old: Plan, new: Plan, names: tuple[str, ...]) -> World:
     node_names = tuple(dict.fromkeys(device.node for device in devices))
     at = {name: i for i, name in enumerate(node_names)}
     living = set(new.cluster.devices)
+    nodes = [_find(new.cluster, name) or _find(old.cluster, name) for name in node_names]
+    known_nodes = tuple(node for node in nodes if node is not None)
+    first = np.cumsum([0, *(node.rails for node in known_nodes)])
+    rails = []
+    for device in devices:
+        node = known_nodes[at[device.node]]
+        # GPUs that the node no longer has are lost, and send nothing.
+        own = min(device.index * node.rails // node.num_gpus, node.rails - 1)
+        rails.append(int(first[at[device.node]]) + own)
     return World(
         devices=devices,
         number={device: i for i, device in enumerate(devices)},
-        nodes=tuple(_find(new.cluster, name) or _find(old.cluster, name) for name in node_names),  # type: ignore[misc]
+        nodes=known_nodes,
         node_of=ints([at[device.node] for device in devices]),
+        rail_of=ints(rails),
         alive=np.array([device in living for device in devices], dtype=bool),
     )
 

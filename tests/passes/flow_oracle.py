@@ -21,8 +21,8 @@ def port_loads(links: Links, src: int, dst: int) -> dict[tuple[str, int], float]
     devices = links.num_devices
     loads = {("gpu out", src % devices): out_rate, ("gpu in", dst % devices): in_rate}
     if nic_rate:
-        loads["nic out", links.node(src)] = nic_rate
-        loads["nic in", links.node(dst)] = nic_rate
+        loads["nic out", links.rail_number(src)] = nic_rate
+        loads["nic in", links.rail_number(dst)] = links.rail_s(dst)
     return loads
 
 
@@ -34,7 +34,7 @@ def flow_lp(flows: Sequence[Flow], links: Links, *, per_wanter: bool = True) -> 
     """Least time of the busiest port. ``per_wanter=False``: the wrong programme, in which a wanter only has to take
     in, from anyone."""
     solver = pywraplp.Solver("oracle", pywraplp.Solver.GLOP_LINEAR_PROGRAMMING)
-    unit = max(f.num_bytes for f in flows) * max(*links.nic, *links.pcie)
+    unit = max(f.num_bytes for f in flows) * max(*links.rail, *links.pcie)
     time = solver.NumVar(0, solver.infinity(), "t")
     loads: dict[tuple[str, int], list[object]] = {}
     for flow in flows:

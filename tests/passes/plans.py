@@ -42,8 +42,10 @@ def gpu(mem_gb: float = 80.0) -> GpuType:
     return replace(gpu_type("h100-sxm-80gb"), mem_gb=mem_gb)
 
 
-def node(name: str, gpus: int, *, mem_gb: float = 80.0, nic: float = 25e9, host_mem: int = 64 * GIB) -> Node:
-    return Node(name=name, gpu=gpu(mem_gb), num_gpus=gpus, host_mem_bytes=host_mem, nic_bytes_per_s=nic)
+def node(
+    name: str, gpus: int, *, mem_gb: float = 80.0, nic: float = 25e9, host_mem: int = 64 * GIB, rails: int = 1
+) -> Node:
+    return Node(name=name, gpu=gpu(mem_gb), num_gpus=gpus, host_mem_bytes=host_mem, nic_bytes_per_s=nic, rails=rails)
 
 
 def cluster(*sizes: int, mem_gb: float = 80.0) -> Cluster:
@@ -146,7 +148,8 @@ def clusters(draw: st.DrawFn, first: int = 0, most: int = 16) -> Cluster:
             else draw(st.sampled_from([s for s in (2, 4, 8, 3) if s <= room]))
         )
         if size <= room:
-            nodes.append(node(f"n{first + number}", size, nic=draw(st.sampled_from([25e9, 200e9, 2e9]))))
+            nic, rails = draw(st.sampled_from([25e9, 200e9, 2e9])), draw(st.sampled_from([1, 1, size]))
+            nodes.append(node(f"n{first + number}", size, nic=nic, rails=rails))
     return Cluster(nodes=tuple(nodes))
 
 
@@ -167,7 +170,9 @@ def changed_clusters(draw: st.DrawFn, old: Cluster) -> Cluster:
         return Cluster(nodes=(*(n for n in old.nodes if n != lost), fresh), lost=(lost.name,))
     if change == "fewer":  # the nodes stay, one of them with half of its GPUs
         less = draw(st.sampled_from(old.nodes))
-        return Cluster(nodes=tuple(replace(n, num_gpus=(n.num_gpus + 1) // 2) if n == less else n for n in old.nodes))
+        half = (less.num_gpus + 1) // 2
+        fewer = replace(less, num_gpus=half, rails=1 if less.rails == 1 else half)
+        return Cluster(nodes=tuple(fewer if n == less else n for n in old.nodes))
     return old
 
 

@@ -26,14 +26,16 @@ from nereus.passes.links import Links
 from nereus.passes.place import Place, pin
 
 
-def topology(*sizes: int, nic: tuple[float, ...] = (), fast: bool = True, pcie: float = 63e9) -> Topology:
-    """``fast``: NVLink inside nodes, else the host link's rate."""
+def topology(
+    *sizes: int, nic: tuple[float, ...] = (), fast: bool = True, pcie: float = 63e9, rails: bool = False
+) -> Topology:
+    """``fast``: NVLink inside nodes, else the host link's rate. ``rails``: every GPU has a NIC of its own."""
     kind = replace(gpu(), pcie_bytes_per_s=pcie)
     if not fast:
         kind = replace(kind, intra_bytes_per_s=pcie, intra_peer_bytes_per_s=pcie)
     rates = nic or (25e9,) * len(sizes)
     nodes = tuple(
-        replace(node(f"n{i}", size, nic=rate), gpu=kind)
+        replace(node(f"n{i}", size, nic=rate, rails=size if rails else 1), gpu=kind)
         for i, (size, rate) in enumerate(zip(sizes, rates, strict=True))
     )
     cluster = Cluster(nodes=nodes)
@@ -51,7 +53,12 @@ def instances(
 ) -> tuple[list[Flow], Topology]:
     sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3).filter(lambda s: sum(s) > 1))
     nic = nic or draw(st.sampled_from([25e9, 50e9, 200e9]))
-    top = topology(*sizes, nic=(nic,) * len(sizes), fast=draw(st.booleans()) if fast is None else fast)
+    top = topology(
+        *sizes,
+        nic=(nic,) * len(sizes),
+        fast=draw(st.booleans()) if fast is None else fast,
+        rails=draw(st.booleans()),
+    )
     places = list(range(top.num_devices * (2 if hosts else 1)))
     flows = []
     for atom in range(draw(st.integers(1, most))):
@@ -104,7 +111,7 @@ def test_no_prices_prove_more_than_the_best_whole_routing(case: tuple[list[Flow]
     commodities = commodities_of_flows(flows, links)
     random = np.random.default_rng(seed)
     for _ in range(5):
-        sizes = (top.num_devices, top.num_devices, len(top.nodes), len(top.nodes))
+        sizes = (top.num_devices, top.num_devices, len(links.rail), len(links.rail))
         gpu_out, gpu_in, nic_out, nic_in = (random.random(n) ** 4 for n in sizes)
         prices = Prices(gpu_out=gpu_out, gpu_in=gpu_in, nic_out=nic_out, nic_in=nic_in)
         assert priced_bound(commodities, links, prices) <= best * (1 + 1e-9)

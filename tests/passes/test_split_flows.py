@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from passes.flow_oracle import port_loads
 from passes.plans import pairs
 from passes.profiles import examples
 from passes.test_flow_bound import instances, topology
@@ -60,11 +61,8 @@ def busiest_s(hops: Sequence[Hop], flows: Sequence[Flow], links: Links, *, nics_
     loads: dict[tuple[str, int], float] = defaultdict(float)
     for hop in hops:
         num_bytes = (hop.hi - hop.lo) * width[hop.atom]
-        _, out_rate, in_rate, nic_rate = links.rates(hop.src, hop.dst)
-        loads["gpu out", hop.src % links.num_devices] += num_bytes * out_rate
-        loads["gpu in", hop.dst % links.num_devices] += num_bytes * in_rate
-        loads["nic out", links.node(hop.src)] += num_bytes * nic_rate
-        loads["nic in", links.node(hop.dst)] += num_bytes * nic_rate
+        for port, seconds in port_loads(links, hop.src, hop.dst).items():
+            loads[port] += num_bytes * seconds
     return max((s for (port, _), s in loads.items() if not nics_only or port.startswith("nic")), default=0.0)
 
 

@@ -30,7 +30,9 @@ from nereus.ir.plan import Plan
 from nereus.ir.transition import LINKS
 from nereus.lang.api import placed_plan_text, resolve_text
 from nereus.passes.atoms import AtomTable
+from nereus.passes.bound import GPU_IN, GPU_OUT, NIC_IN, NIC_OUT
 from nereus.passes.compiled import Transition
+from nereus.passes.links import rail_names
 from nereus.passes.manager import Pipeline, parse_pipeline
 from nereus.passes.pipeline import compile_transition
 from nereus.passes.place import Choice
@@ -170,12 +172,12 @@ def _dtypes(transition: Transition, table: AtomTable) -> list[str]:
 
 
 def prices_document(transition: Transition) -> list[list[Any]]:
-    """What proves the bound on the transfer: [kind of port, GPU or node, weight]."""
+    """What proves the bound on the transfer: [kind of port, GPU, NIC or node, weight]."""
     topology = transition.topology
-    return [
-        [kind, str(topology.devices[number] if kind.startswith("gpu") else topology.nodes[number].name), weight]
-        for kind, number, weight in transition.bound.prices
-    ]
+    devices, rails = [str(device) for device in topology.devices], rail_names(topology)
+    names = {GPU_IN: devices, GPU_OUT: devices, NIC_IN: rails, NIC_OUT: rails}
+    nodes = [node.name for node in topology.nodes]
+    return [[kind, names.get(kind, nodes)[number], weight] for kind, number, weight in transition.bound.prices]
 
 
 def lifecycle_document(transition: Transition) -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ def glue(text: str) -> str:
 _PLAN_KEYS = {
     "host_mem_bytes": "host_mem",
     "nic_bytes_per_s": "nic",
+    "rails": "rails",
     "num_gpus": "gpus",
     "min_gpus": "min",
     "max_gpus": "max",

@@ -119,7 +119,7 @@ def _storage_ports(answer: Answer, network: Network, src: int, dst: int) -> tupl
     device = place % network.num_devices
     node = answer.problem.links.node(device)
     reading = src == STORAGE
-    nic = 2 * network.num_devices + (network.num_nodes if reading else 0) + node
+    nic = 2 * network.num_devices + (network.num_rails if reading else 0) + int(network.rail_of[device])
     port = network.num_devices + device if reading else device
     found = np.array([port, nic, network.num_ports, -1], dtype=np.int64)
     weights = np.ones(PORTS_PER_OP)
