@@ -54,11 +54,11 @@ def _state_set_problem(state_set: StateSet) -> str | None:
         return f"{state_set.stage}: pp_split {layout.pp_split} does not cover {len(layers)} layers"
     boxes = local_boxes(state_set.tensors, layout)
     whole = np.array([t.numel for t in state_set.tensors], dtype=np.int64)
-    corners = np.stack((boxes.row_lo, boxes.row_hi, boxes.col_lo, boxes.col_hi), axis=-1)
+    tensor = np.broadcast_to(np.arange(len(whole)), boxes.row_lo.shape)
+    corners = np.stack((tensor, boxes.row_lo, boxes.row_hi, boxes.col_lo, boxes.col_hi), axis=-1).reshape(-1, 5)
+    distinct = np.unique(corners, axis=0)
     held = np.zeros_like(whole)
-    for tensor in range(len(whole)):
-        distinct = np.unique(corners[:, tensor], axis=0)
-        held[tensor] = ((distinct[:, 1] - distinct[:, 0]) * (distinct[:, 3] - distinct[:, 2])).sum()
+    np.add.at(held, distinct[:, 0], (distinct[:, 2] - distinct[:, 1]) * (distinct[:, 4] - distinct[:, 3]))
     bad = np.flatnonzero(held != whole)
     if len(bad):
         return f"{state_set.stage}: {state_set.tensors[int(bad[0])].name} is not held whole"

@@ -71,13 +71,14 @@ def _owners(transition: Transition, table: AtomTable) -> dict[int, str]:
 
 
 def _add_moves(transition: Transition, owners: list[dict[int, str]], flows: dict[str, StageFlow]) -> None:
-    """Summed per table, destination and link first: there are far fewer of those than of moves."""
+    """Summed per table, destination and link first: there are far fewer of those than of moves. In the moves' order."""
     topology, moves = transition.topology, transition.schedule.moves
     num_places = 2 * topology.num_devices
     keys = (moves.table * num_places + moves.dst) * len(LINKS) + moves.link
-    kinds, kind = np.unique(keys, return_inverse=True)
+    kinds, example, kind = np.unique(keys, return_index=True, return_inverse=True)
     sums = np.bincount(kind, weights=moves.num_bytes, minlength=len(kinds)).astype(np.int64)
-    for key, num_bytes in zip(kinds.tolist(), sums.tolist(), strict=True):
+    order = np.argsort(example)
+    for key, num_bytes in zip(kinds[order].tolist(), sums[order].tolist(), strict=True):
         place, link = key // len(LINKS), LINKS[key % len(LINKS)]
         table, dst = divmod(place, num_places)
         flow = flows[owners[table][dst]]
