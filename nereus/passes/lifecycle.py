@@ -117,8 +117,9 @@ def _steady_need(plan: Plan, topology: Topology) -> dict[Device, int]:
     """Most bytes in use on each device while any stage of ``plan`` runs."""
     need: dict[Device, int] = {}
     for row in steady_state(plan).rows:
+        need_bytes = row.need_bytes
         for device in row.devices:
-            need[device] = max(need.get(device, 0), row.need_bytes)
+            need[device] = max(need.get(device, 0), need_bytes)
     return need
 
 
