@@ -20,10 +20,19 @@ SWEEPS = 4
 
 
 def rebalance(
-    hops: Sequence[Hop], flows: Sequence[Flow], links: Links, target_s: float, *, least_bytes: int
+    hops: Sequence[Hop],
+    flows: Sequence[Flow],
+    links: Links,
+    target_s: float,
+    *,
+    least_bytes: int,
+    max_depth: int | None = None,
 ) -> list[Hop]:
-    """``Hop.atom``: position of the flow. Parents come before what relays them."""
-    return _Repair(hops, flows, links, target_s, least_bytes).run()
+    """``Hop.atom``: position of the flow. Parents come before what relays them. ``max_depth``: most sendings that bring
+    bytes from their holder, where a hop gets another source."""
+    repair = _Repair(hops, flows, links, target_s, least_bytes)
+    repair.max_depth = max_depth
+    return repair.run()
 
 
 class _Repair:
@@ -31,6 +40,7 @@ class _Repair:
         self, hops: Sequence[Hop], flows: Sequence[Flow], links: Links, target_s: float, least_bytes: int
     ) -> None:
         self.flows, self.links, self.target_s, self.least_bytes = flows, links, target_s, least_bytes
+        self.max_depth: int | None = None
         self.flow = [h.atom for h in hops]
         self.lo, self.hi = [h.lo for h in hops], [h.hi for h in hops]
         self.src, self.dst = [h.src for h in hops], [h.dst for h in hops]
@@ -155,7 +165,19 @@ class _Repair:
             and (links.node(place) == home) == inside
             and links.rates(place, dst)[2] <= in_rate
             and not self._depends(by, number)
+            and (self.max_depth is None or self._depth(by) + self._height(number) <= self.max_depth)
         ]
+
+    def _depth(self, number: int) -> int:
+        depth = 0
+        while number >= 0:
+            number = self.parent[number]
+            depth += 1
+        return depth
+
+    def _height(self, number: int) -> int:
+        """Sendings from the hop on, itself included."""
+        return 1 + max((self._height(child) for child in self.children[number]), default=0)
 
     def _depends(self, number: int, on: int) -> bool:
         while number >= 0:

@@ -21,6 +21,7 @@ from nereus.ir.transition import INTER, LINK_NUMBER, LOCAL
 from nereus.ir.units import MIB
 from nereus.passes.bound import Bounds, bounds
 from nereus.passes.class_order import ClassOrder, class_order
+from nereus.passes.commodities import Flow
 from nereus.passes.diff import Demand, Diff
 from nereus.passes.diff_flows import DiffFlows
 from nereus.passes.hops import Hop
@@ -50,7 +51,8 @@ class Route:
     name = "route"
 
     def apply(self, diff: Diff) -> Routed:
-        routed = _Router(self, diff).run()
+        router = _Router(self, diff)
+        routed = router.run()
         near = 1 + self.flow_bound / 100
         if not self.flow_bound or routed.ports.busiest_s <= routed.bound.transfer_s * near:
             return routed
@@ -67,11 +69,19 @@ class Route:
             other = _Router(self, diff).follow(flows, hops)
             if _expected_s(other) < _expected_s(routed):
                 routed = other
+        if routed.ports.busiest_s > bound.transfer_s * FAR:
+            other = router.repaired(bound.transfer_s)
+            if _expected_s(other) < _expected_s(routed):
+                routed = other
         return replace(routed, bound=bound)
 
 
 #: Up to so many GPUs the flow programme's own shares are tried where the router does not come near the bound.
 MAX_SPLIT_DEVICES = 256
+#: Beyond so many times the bound the router's own result is repaired.
+FAR = 1.05
+#: How many sendings more than before may then bring bytes from their holder.
+_DEEPER = 2
 #: Waves into which a transfer is cut about: what a sending more costs.
 _WAVES = 64
 #: A relay is taken for a holder where its port is less loaded by more than the target / this, per sending more.
@@ -108,7 +118,7 @@ class _Router:
         self.widths = [table.element_bytes for table in diff.tables]
         self.sizes = [table.stop - table.start for table in diff.tables]
         self.regions: list[tuple[int, IntArray]] = []  # table, interval numbers of it
-        self.classes: dict[tuple[int, int], _Class] = {}
+        self.classes: list[_Class] = []  # by region
 
     def follow(self, found: DiffFlows, hops: Sequence[Hop]) -> Routed:
         """What the flow programme decided."""
@@ -116,6 +126,32 @@ class _Router:
         for hop in hops:
             self._add(hop.src, hop.dst, found.tables[hop.atom], hop.atom, hop.lo, hop.hi, hop.parent)
         return self._routed()
+
+    def repaired(self, target_s: float) -> Routed:
+        """What was routed, with other senders for what keeps ports busy beyond ``target_s``."""
+        from nereus.passes.rebalance import rebalance
+
+        flows = []
+        for number, of in enumerate(self.classes):
+            places = tuple(place for found in of.holders.values() for place in found)
+            width = self.widths[self.regions[number][0]]
+            flows.append(
+                Flow(
+                    atom=number,
+                    num_bytes=of.order.numel * width,
+                    holders=places,
+                    wanters=(),
+                    element_bytes=width,
+                )
+            )
+        hops = [Hop(s.region, s.lo, s.hi, s.src, s.dst, s.parent) for s in self.stripes]
+        deepest = int(self._routed().moves.depth.max(initial=0)) + _DEEPER
+        found = _Router(self.options, self.diff)
+        found.regions = self.regions
+        least = self.options.min_stripe_bytes
+        for hop in rebalance(hops, flows, self.links, target_s, least_bytes=least, max_depth=deepest):
+            found._add(hop.src, hop.dst, self.regions[hop.atom][0], hop.atom, hop.lo, hop.hi, hop.parent)
+        return found._routed()
 
     def run(self) -> Routed:
         for demand, of in self._order():
@@ -142,6 +178,7 @@ class _Router:
         classes: list[tuple[list[Demand], _Class]] = []
         for demands in by_class.values():
             of = self._class(demands)
+            self.classes.append(of)
             classes.append((demands, of))
             share = max(d.num_bytes for d in demands) // len(of.holders)
             for node in of.holders:

@@ -17,6 +17,7 @@ from nereus.lang.api import placed_plan_text, resolve_text
 from nereus.passes.compiled import Transition
 from nereus.passes.flow_bound import diff_flow_bound
 from nereus.passes.links import Links
+from nereus.passes.route import Route, Routed, _Router
 from nereus.sim.engine import simulate
 from nereus.sim.from_transition import job_of
 from nereus.verify.api import verify
@@ -82,6 +83,28 @@ def test_the_simulator_and_the_flow_programme_agree(pair: tuple[Plan, Plan]) -> 
     bound = diff_flow_bound(found.diff, Links(found.topology)).transfer_s
     assert job.transfer_s(simulate(job.job)) >= bound * (1 - 1e-6)
     assert found.certificate.transfer_s >= bound * (1 - 1e-6)
+
+
+@examples(30)
+@given(pairs())
+def test_a_repaired_routing_delivers_the_same_and_is_never_slower(pair: tuple[Plan, Plan]) -> None:
+    """Repaired whether it needs it or not; the compiled result is what the verifier proves elsewhere."""
+    found = compile_or_confirm(*pair, pipeline())
+    assume(found is not None and found.schedule.moves)
+    assert found is not None
+    router = _Router(Route(min_stripe_bytes=64), found.diff)
+    routed = router.run()
+    repaired = router.repaired(routed.bound.transfer_s)
+    assert repaired.ports.busiest_s <= routed.ports.busiest_s * (1 + 1e-9)
+    assert arriving(repaired) == arriving(routed)
+
+
+def arriving(routed: Routed) -> dict[tuple[int, int], int]:
+    """Bytes per place and table."""
+    found: dict[tuple[int, int], int] = {}
+    for move in routed.moves:
+        found[move.dst, move.table] = found.get((move.dst, move.table), 0) + move.num_bytes
+    return found
 
 
 TEXT = """
