@@ -39,11 +39,14 @@ def run(
     steps: int,
     every: int,
     bundle: dict[str, float],
+    fallback: Plan | None = None,
+    lose: int | None = None,
     prepare: str = "",
     deadline_s: float = 300.0,
 ) -> tuple[list[dict[str, Any]], list[Any]]:
     """In a process that is connected to Ray: the loop's state at every boundary with the plan's name, and what became
-    of the changes."""
+    of the changes. ``lose``: the step after which the last trainer's process is ended without a word; the job goes on
+    with ``fallback``."""
     args = {"name": "grpo", "config": CONFIG.read_text(), "steps": steps, "prepare": prepare, "deadline_s": deadline_s}
     seen = []
     with RayActors(
@@ -54,13 +57,17 @@ def run(
         args=args,
         name="grpo",
     ) as actors:
-        job = nereus.attach(plans[0], provider=actors, parts=PARTS, deadline_s=deadline_s)
+        replan = (lambda plan, lost: fallback) if fallback is not None else None
+        job = nereus.attach(plans[0], provider=actors, replan=replan, parts=PARTS, deadline_s=deadline_s)
         job.start({"step": 0})
         for boundary in job.boundaries():
             seen.append({**boundary.loop, "plan": Path(boundary.plan.path).stem})
             print(line(seen[-1], boundary.step_s), flush=True)
-            if boundary.loop["step"] % every == 0 and boundary.loop["step"] < steps:
-                job.request(plans[boundary.loop["step"] // every % len(plans)])
+            step = boundary.loop["step"]
+            if step % every == 0 and step < steps:
+                job.request(plans[step // every % len(plans)])
+            if step == lose:
+                actors.retire(boundary.plan.stage("actor.train").ranks[-1])
         for outcome in job.outcomes[1:]:
             parts = " ".join(f"{name} {value:.2f}" for name, value in outcome.phases_s.items())
             how = f"given up: {outcome.fault}" if outcome.fault else f"{outcome.moved_bytes / 1e6:.2f} MB came in"
@@ -82,6 +89,8 @@ def main() -> None:
     parser.add_argument("plans", nargs="+", help="the first to begin with")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--every", type=int, default=8, help="steps from one plan to the next")
+    parser.add_argument("--lose", type=int, help="end the last trainer's process after this step")
+    parser.add_argument("--fallback", help="the plan to go on with then")
     parser.add_argument("--device", default="GPU", help="Ray's name of what a device is")
     parser.add_argument("--prepare", default="", help="module:function to call before a stage is built")
     options = parser.parse_args()
@@ -91,7 +100,15 @@ def main() -> None:
     else:
         count = len(plans[0].cluster.devices)
         ray.init(**({"num_gpus": count} if options.device == "GPU" else {"resources": {options.device: count}}))
-    run(plans, steps=options.steps, every=options.every, bundle={options.device: 1}, prepare=options.prepare)
+    run(
+        plans,
+        steps=options.steps,
+        every=options.every,
+        bundle={options.device: 1},
+        fallback=load(options.fallback) if options.fallback else None,
+        lose=options.lose,
+        prepare=options.prepare,
+    )
 
 
 if __name__ == "__main__":

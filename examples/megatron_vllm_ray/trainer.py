@@ -5,21 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed
 
 from nereus.models.naming.megatron import MegatronNaming
+from nereus.runtime.adapters.base import Binding
 from nereus.runtime.adapters.megatron import MegatronAdapter
+from nereus.runtime.default_group import DefaultGroup
 from nereus.runtime.session.members import View
 
-dist: Any = torch.distributed
-
-_TIMEOUT = timedelta(seconds=120)
-#: Groups of the layouts built so far, oldest first. Megatron forgets its groups and never frees them.
-_worlds: list[list[Any]] = []
+#: Of the layouts built last, oldest first. Megatron forgets its groups and never frees them.
+_worlds: list[DefaultGroup] = []
 #: Megatron's globals before the first layout.
 _untouched: dict[str, Any] = {}
 
@@ -41,17 +38,35 @@ class Batch:
 
 
 class Trainer(MegatronAdapter):
-    """Megatron keeps its parallel groups in globals; each trainer has its own and puts them in force when it works, so
-    that an old one still works beside a new one, and after the new one was given up."""
+    """torch has one default group, and Megatron keeps its parallel groups in globals. Each trainer has its own and puts
+    them in force when it works, so that an old one still works beside a new one, and after the new one was given up."""
 
-    def __init__(self, view: View, model: Any, config: Any, optimizer: Any, naming: MegatronNaming) -> None:
+    def __init__(self, view: View, world: DefaultGroup, model: Any, config: Any, optimizer: Any) -> None:
+        naming = MegatronNaming(arch=view.plan.model(view.stage.model).arch, vocab_multiple=1)
         super().__init__([model], naming, optimizer=optimizer, rank=view.place.everyone.rank)
         self.view, self.config = view, config
-        self._state = _globals()
+        self._world, self._state = world, _globals()
+
+    def activate(self) -> None:
+        self._world.activate()
+        vars(_parallel_state()).update(self._state)
+
+    def bind(self) -> Binding:
+        self.activate()
+        return super().bind()
+
+    def job_state(self) -> dict[str, object]:
+        self.activate()
+        return super().job_state()
+
+    def finish(self, job_state: dict[str, object]) -> None:
+        self.activate()
+        super().finish(job_state)
 
     def update(self, batch: Batch) -> dict[str, float] | None:
         """One optimizer step on the whole batch. On the rank that tells of it: by how much at most, and in the mean,
         the engine's log-probabilities of its own tokens are others than the trainer's; None on all others."""
+        self.activate()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -83,7 +98,7 @@ class Trainer(MegatronAdapter):
         the log-probabilities of its generated tokens from those in ``batch.engine``."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        vars(_parallel_state()).update(self._state)
+        self.activate()
         place, size = self.view.place, self.view.stage.micro_batch
         mine = batch.part(_share(len(batch.tokens), place.dp))
         length, count = batch.tokens.shape[1], float(batch.mask.sum())
@@ -119,8 +134,7 @@ class Trainer(MegatronAdapter):
 
 
 def build(view: View, *, store: Any) -> Trainer:
-    """All ranks of the stage at once. The ranks stay the same from layout to layout: torch's default group, which
-    Megatron needs, is one and for good."""
+    """All ranks of the stage at once."""
     import megatron.core.optimizer as optimizers
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -128,8 +142,8 @@ def build(view: View, *, store: Any) -> Trainer:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     stage, arch = view.stage, view.plan.model(view.stage.model).arch
-    _join(view, store)
-    state = _new_groups(view)
+    world = _new_groups(view, store)
+    state = _parallel_state()
     config = TransformerConfig(
         num_layers=arch.num_layers, hidden_size=arch.hidden, num_attention_heads=arch.num_heads,
         num_query_groups=arch.num_kv_heads, kv_channels=arch.head_dim, ffn_hidden_size=arch.ffn,
@@ -153,45 +167,37 @@ def build(view: View, *, store: Any) -> Trainer:
         optimizer="adam", lr=3e-3, weight_decay=0.0, clip_grad=1.0, use_distributed_optimizer=stage.zero > 0
     )
     optimizer = optimizers.get_megatron_optimizer(options, [model])
-    return Trainer(view, model, config, optimizer, MegatronNaming(arch=arch, vocab_multiple=1))
+    return Trainer(view, world, model, config, optimizer)
 
 
-def _join(view: View, store: Any) -> None:
-    place = view.place.everyone
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        name = "-".join(map(str, place.members))
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore(f"megatron/{name}", store),
-            rank=place.rank,
-            world_size=place.size,
-            timeout=_TIMEOUT,
-        )
-    if (dist.get_rank(), dist.get_world_size()) != (place.rank, place.size):
-        raise ValueError("this example keeps the processes of its trainer, and their order")
+def shut() -> None:
+    """End every wait in Megatron's groups, from another thread."""
+    for world in list(_worlds):
+        world.shut()
 
 
-def _new_groups(view: View) -> Any:
+def _new_groups(view: View, store: Any) -> DefaultGroup:
     """Megatron's groups for the layout of ``view``; those of the layout before stay for its trainer."""
     from megatron.core import tensor_parallel
 
     state: Any = _parallel_state()
-    while len(_worlds) > 1:
-        for group in _worlds.pop(0):
-            if group in dist.distributed_c10d._world.pg_map:  # Megatron frees a few itself
-                dist.destroy_process_group(group)
-    if not _worlds:
+    if not _untouched:
         _untouched.update(_globals())
     vars(state).update({name: copy.copy(value) for name, value in _untouched.items()})
-    before = set(dist.distributed_c10d._world.pg_map)
+    place = view.place.everyone
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    name = f"{view.epoch}/{view.stage.name}"
+    world = DefaultGroup(store, name, rank=place.rank, size=place.size, backend=backend, timeout_s=120.0)
     state.initialize_model_parallel(view.stage.tp, view.stage.pp)
-    _worlds.append([group for group in dist.distributed_c10d._world.pg_map if group not in before])
+    world.made()
+    _worlds.append(world)
+    while len(_worlds) > 2:
+        _worlds.pop(0).close()
     at = view.place.at
     theirs = (state.get_tensor_model_parallel_rank(), state.get_pipeline_model_parallel_rank())
     assert theirs == (at.tp[0], at.pp[0]), f"Megatron counts {theirs}, the plan {at}"
     tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    return state
+    return world
 
 
 def _parallel_state() -> Any:

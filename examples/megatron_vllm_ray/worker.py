@@ -14,7 +14,7 @@ from examples.megatron_vllm_ray import trainer
 from examples.megatron_vllm_ray.engine import Engine
 from examples.megatron_vllm_ray.trainer import Batch, Trainer
 from nereus.ir.plan import Workload
-from nereus.runtime.session.job import Job
+from nereus.runtime.session.job import COMMUNICATION, Job
 from nereus.runtime.session.members import View
 from nereus.runtime.session.record import Record
 
@@ -47,31 +47,39 @@ def work(
 
     job.bind("actor.train", build, probe=probe)
     job.bind("actor.generate", build, cache=True, part="engine")
+    job.on_loss(lambda fault: trainer.shut())
     job.start()
     while job.loop["step"] < steps:
-        if not job.serves:
-            job.start()
-            continue
-        job.sync("actor.train", "actor.generate")
-        step, key = job.loop["step"], f"{job.epoch}/{job.version}"
-        workload = job.plan.workload
-        if job.stage("actor.generate") is not None:
-            prompts = prompts_of(workload, step)
-            answers = engine.generate(prompts, workload.response_len, seed=step * len(prompts))
-            if engine.speaks:
-                words.put(f"answers/{key}", answers)
-        tokens, values = heard(job, words, f"answers/{key}", deadline_s)
-        actor = job.stage("actor.train")
-        rewards = torch.tensor([reward(answer) for answer in tokens])
-        if isinstance(actor, Trainer):
-            with job.updating():
-                report = actor.update(batch(workload, step, tokens, values, rewards))
-            if report is not None:
-                words.put(f"report/{key}", report)
-        report = heard(job, words, f"report/{key}", deadline_s)
-        job.loop.update(step=step + 1, reward=float(rewards.mean()), **report)
-        job.boundary()
+        try:
+            if job.serves:
+                step(job, engine, words, deadline_s)
+            else:
+                job.start()
+        except COMMUNICATION as error:
+            job.recover(error)
     job.close()
+
+
+def step(job: Job, engine: Engine, words: Record, deadline_s: float) -> None:
+    job.sync("actor.train", "actor.generate")
+    number, key = job.loop["step"], f"{job.epoch}/{job.version}"
+    workload = job.plan.workload
+    if job.stage("actor.generate") is not None:
+        prompts = prompts_of(workload, number)
+        answers = engine.generate(prompts, workload.response_len, seed=number * len(prompts))
+        if engine.speaks:
+            words.put(f"answers/{key}", answers)
+    tokens, values = heard(job, words, f"answers/{key}", deadline_s)
+    actor = job.stage("actor.train")
+    rewards = torch.tensor([reward(answer) for answer in tokens])
+    if isinstance(actor, Trainer):
+        with job.updating():
+            report = actor.update(batch(workload, number, tokens, values, rewards))
+        if report is not None:
+            words.put(f"report/{key}", report)
+    report = heard(job, words, f"report/{key}", deadline_s)
+    job.loop.update(step=number + 1, reward=float(rewards.mean()), **report)
+    job.boundary()
 
 
 def heard(job: Job, words: Record, key: str, deadline_s: float) -> Any:

@@ -117,12 +117,8 @@ class Group:
             raise fault
 
     def _shut(self) -> None:
-        """End the connections, whoever waits on them. The numbers may be in use anew: only our own sockets are shut."""
-        for number, link in self._sockets.items():
-            with suppress(OSError):
-                if os.readlink(f"/proc/self/fd/{number}") == link:
-                    with socket.socket(fileno=os.dup(number)) as copy:
-                        copy.shutdown(socket.SHUT_RDWR)
+        """End the connections, whoever waits on them."""
+        shut_sockets(self._sockets)
 
     def _drop(self) -> None:
         self._raw = None
@@ -299,11 +295,11 @@ class Groups:
             options._devices = [self._device]
             options._threads = 1
             with _making:
-                before = _sockets()
+                before = open_sockets()
                 raw = dist.ProcessGroupGloo(
                     dist.PrefixStore(key, self._store), members.index(self.me), len(members), options
                 )
-                return raw, {number: link for number, link in _sockets().items() if before.get(number) != link}
+                return raw, {number: link for number, link in open_sockets().items() if before.get(number) != link}
         except RuntimeError as error:
             fault = Fault(PARTICIPANT_FAILED, f"group {name} was not made: {first_line(error)}", where=self.where)
         raise self._said() or fault
@@ -349,7 +345,19 @@ def _tell(store: Any, fault: Fault) -> None:
     store.compare_set(_FAULT, "", fault.encode())
 
 
-def _sockets() -> dict[int, str]:
+def shut_sockets(sockets: Mapping[int, str]) -> None:
+    """End connections, as ``open_sockets`` tells of them. The numbers may be in use anew: only these are shut. Not
+    those that listen: gloo's thread ends the process where one fails."""
+    for number, link in sockets.items():
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{number}") != link:
+                continue
+            with socket.socket(fileno=os.dup(number)) as copy:
+                if not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    copy.shutdown(socket.SHUT_RDWR)
+
+
+def open_sockets() -> dict[int, str]:
     """Open sockets of this process: descriptor -> what it points to. Empty where the system does not say."""
     found = {}
     try:

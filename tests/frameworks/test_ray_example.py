@@ -14,18 +14,23 @@ sys.path.insert(0, str(ROOT))
 
 from examples.megatron_vllm_ray.run import load, run  # noqa: E402
 
-PLANS = [load(str(ROOT / "examples" / "megatron_vllm_ray" / f"{name}.plan")) for name in ("base", "pipeline", "data")]
+EXAMPLE = ROOT / "examples" / "megatron_vllm_ray"
+PLANS = [load(str(EXAMPLE / f"{name}.plan")) for name in ("base", "pipeline", "data")]
 
 
 def test_layouts_change_under_training_and_the_engine_follows() -> None:
-    """Beside a run whose plan stays as it is."""
-    words = {"steps": 6, "bundle": {DEVICE: 1}, "prepare": "frameworks.ray_engines:prepare"}
+    """Tensor parallel, pipeline, replicas; one of these is lost, the job goes on with the other, and grows again onto
+    a new process. Beside a run whose plan stays as it is."""
+    words = {"bundle": {DEVICE: 1}, "prepare": "frameworks.ray_engines:prepare"}
+    fallback = load(str(EXAMPLE / "alone.plan"))
     with ray_cluster(1, 2):
-        seen, outcomes = run(PLANS, every=2, **words)
-        fixed, _ = run(PLANS[:1], every=100, **words)
-    assert [at["plan"] for at in seen] == ["base"] * 2 + ["pipeline"] * 2 + ["data"] * 2
-    assert [at["step"] for at in seen] == list(range(1, 7))
-    assert [o.fault for o in outcomes] == [None] * 3 and all(o.moved_bytes > 10**6 for o in outcomes[1:])
+        seen, outcomes = run(PLANS, steps=8, every=2, fallback=fallback, lose=5, **words)
+        fixed, _ = run(PLANS[:1], steps=8, every=100, **words)
+    plans = ["base", "base", "pipeline", "pipeline", "data", "alone", "base", "base"]
+    assert [at["plan"] for at in seen] == plans and [at["step"] for at in seen] == list(range(1, 9))
+    assert [o.fault for o in outcomes] == [None] * 5
+    # The replica that is left needs nothing from anybody.
+    assert [o.moved_bytes > 10**6 for o in outcomes[1:]] == [True, True, False, True]
     # The engine's log-probabilities of what it sampled are the trainer's, by other kernels.
     assert max(at["apart"] for at in seen) < 1e-4
     # Sums in another order may choose another token now and then: each is 0.002 of a reward.

@@ -199,6 +199,20 @@ def test_several_processes_a_device(tmp_path: Path) -> None:
         assert not any("other weights" in line for r in done for line in r["log"]), done
 
 
+def test_what_no_survivor_holds_is_no_fresh_start(tmp_path: Path) -> None:
+    """The engine is left, which is a copy: the trainers' state is lost, and that is said."""
+    first = with_engine("tp2", trained={"tp": 2}, served={"tp": 1})
+    with job(tmp_path, first, replan=lambda now, gone: now) as led:
+        led.start({"step": 0})
+        with pytest.raises(Fault, match=r"actor\.train: nobody who is left holds any of it") as caught:
+            for boundary in led.boundaries():
+                if boundary.version == 3:
+                    for member in led.members:
+                        if not member.seat.part:
+                            os.kill(member.pid, signal.SIGKILL)
+        assert caught.value.code == WRONG_STATE
+
+
 def test_no_process_is_left(tmp_path: Path) -> None:
     with job(tmp_path, TP2) as led:
         led.start({"step": 0})

@@ -68,11 +68,12 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """``states``: job state of each stage held. ``veto``: why not now."""
+    """``states``: job state of each stage held; ``had``: stages that the plan before has. ``veto``: why not now."""
 
     base: int
     loop: Any
     states: dict[str, Any]
+    had: tuple[str, ...]
     veto: str = ""
 
 
@@ -82,7 +83,8 @@ OnPhase = Callable[[str], None]
 
 class Change:
     """``base``: the epoch whose plan this process serves; ``old``: what it holds of the version that counts, None if
-    nothing; ``serving``: the objects of the old plan, for the probe, None where their communicators are broken.
+    nothing; ``had``: stages of the plan that it serves; ``serving``: its objects, for the probe, None where their
+    communicators are broken.
     ``loop``, after ``run``: the training loop's state, the same in all."""
 
     def __init__(
@@ -93,6 +95,7 @@ class Change:
         stages: Mapping[str, BoundStage],
         base: int,
         old: Snapshot | None,
+        had: tuple[str, ...],
         serving: Built | None,
         losses: Losses,
         journal: Journal,
@@ -102,7 +105,7 @@ class Change:
         on_phase: OnPhase,
     ) -> None:
         self.command, self.record, self.stages, self.base = command, record, stages, base
-        self.old, self.serving, self.losses, self.journal = old, serving, losses, journal
+        self.old, self.had, self.serving, self.losses, self.journal = old, had, serving, losses, journal
         self.quiesce, self.deadline_s, self.address, self.on_phase = quiesce, deadline_s, address, on_phase
         self.key = f"epoch/{command.epoch}"
         self.built: Built | None = None
@@ -204,6 +207,7 @@ class Change:
             base=self.base,
             loop=dict(old.loop) if old is not None else None,
             states={name: dict(held.job_state) for name, held in old.stages.items()} if old is not None else {},
+            had=self.had,
             veto="; ".join(vetoes),
         )
         said: dict[int, _Offer] = self._gather("offer", mine)
@@ -222,6 +226,11 @@ class Change:
             name: united(f"the job state of {name}", {n: o.states[name] for n, o in said.items() if name in o.states})
             for name in names
         }
+
+        # Not a fresh start, nor weights from an engine: whoever had the state is gone.
+        had = {name for o in said.values() for name in o.had} & {s.name for s in self.command.plan.owners()}
+        if lost := sorted(name for name in had if name not in self.states and not self._is_cache(name)):
+            raise Fault(WRONG_STATE, f"{', '.join(lost)}: nobody who is left holds any of it", where="job")
 
     def _probe(self) -> None:
         """Only once all are here: it is collective on the communicators of the old plan."""

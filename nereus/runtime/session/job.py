@@ -394,6 +394,7 @@ class Job:
             stages=self._stages,
             base=self.epoch,
             old=self._holding(command.version, serving=serving),
+            had=tuple(stage.name for stage in self.plan.owners()) if self.epoch else (),
             serving=self._built if serving else None,
             losses=self._losses,
             journal=self._journal,
