@@ -40,8 +40,8 @@ from nereus.runtime.validate import validate
 
 TIGHT = "tight"
 
-#: Pieces of a message under way at one time from staging that is used again.
-_STREAM = 4
+#: Pieces of a message under way at one time from staging that is used again: one is packed while another is sent.
+_STREAM = 2
 
 T = TypeVar("T")
 
@@ -269,10 +269,11 @@ class _Executor:
             # what is read from a sender's memory is read, and put to its place, one after another.
             few = _STREAM if streams else 1 if direct and not sends else len(sizes)
             size, turns = max(sizes, default=0), sum(map(bool, sizes))
-            flight.staged_bytes = min(sum(sizes), min(few, turns) * size)
+            room = fresh_bytes(min(sum(sizes), min(few, turns) * size))
+            flight.in_turn = sum(sizes) > len(room)
+            payload = sum(w.num_bytes for w, place in zip(flight.pieces, places, strict=True) if place is None)
+            flight.staged_bytes = min(payload, len(room))
             p.account.stage(flight.staged_bytes)
-            room = fresh_bytes(flight.staged_bytes)
-            flight.in_turn = sum(sizes) > flight.staged_bytes
             turn = position = 0
             for what, place in zip(flight.pieces, places, strict=True):
                 if place is None:
@@ -298,6 +299,9 @@ class _Executor:
         for part in range(most):
             for flight in flights:
                 if part < len(flight.pieces):
+                    if flight.staged[part] and flight.in_turn and len(flight.under_way) == _STREAM:
+                        before = flight.under_way.popleft()
+                        self._timed("transfer", lambda p=before: self.transport.settle(p, self.options.deadline_s))  # type: ignore[misc]
                     self._blame(flight.owner)
                     parcel = self._timed("pack", lambda f=flight, i=part: self._pack(f, i))  # type: ignore[misc]
                     self._blame(None)
@@ -305,8 +309,6 @@ class _Executor:
 
     def _pack(self, flight: _InFlight, part: int) -> Parcel:
         p, what, data = flight.owner, flight.pieces[part], flight.buffers[part]
-        if flight.staged[part] and flight.in_turn and len(flight.under_way) == _STREAM:
-            self._timed("transfer", lambda: self.transport.settle(flight.under_way.popleft(), self.options.deadline_s))
         total = gather(p.data, what, p.keys, data) if flight.staged[part] else stored(p.data, what, p.keys)
         parcel = Parcel(flight.message.tag, p.device, flight.message.peer, data, total, part, flight.staged[part])
         if parcel.staged:
