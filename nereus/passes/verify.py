@@ -99,12 +99,15 @@ def _diff_problem(difference: Diff) -> str | None:
             return f"table {number}: empty or unordered intervals"
         if bool((same & (table.start[1:] < table.stop[:-1])).any()):
             return f"table {number}: intervals overlap"
-    topology = difference.topology
+    node_of = [*difference.topology.node_of.tolist()] * 2  # of GPUs, then of host memories
+    known: dict[tuple[int, int], set[int]] = {}
     for demand in difference.demands:
-        holders = difference.holders[demand.table][demand.cls]
-        if not holders or set(holders) & set(demand.wanters):
+        key = (demand.table, demand.cls)
+        if key not in known:
+            known[key] = set(difference.holders[demand.table][demand.cls])
+        if not known[key] or not known[key].isdisjoint(demand.wanters):
             return f"a demand of table {demand.table} has no holder, or wants what it holds"
-        if any(topology.node_of_place(place) != demand.node for place in demand.wanters):
+        if any(node_of[place] != demand.node for place in demand.wanters):
             return f"a demand of table {demand.table} mixes nodes"
     return None
 
