@@ -106,6 +106,7 @@ bench: $(RUN_STAMP)
 	$(BIN)/python benchmarks/cost_model.py
 	$(BIN)/python benchmarks/decode.py
 	$(BIN)/python benchmarks/search.py
+	$(BIN)/python benchmarks/transfer.py --mb 64 --turns 3
 
 soak: $(DEV_STAMP)
 	$(TEST_ENV) $(BIN)/python benchmarks/soak_sim.py $(SOAK_ARGS)
