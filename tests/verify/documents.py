@@ -84,6 +84,13 @@ def relays(mode: str = "auto") -> Transition:
     return compiled(old, new, pipeline(64, 16, 2000, mode=mode))
 
 
+def rails() -> Transition:
+    """As with relays, and every GPU has a NIC of its own."""
+    on = Cluster(nodes=tuple(replace(n, rails=4) for n in cluster(4, 4, 4).nodes))
+    old, new = trainer(on, slice(0, 4), tp=2, pp=2), trainer(on, slice(4, 12), tp=2, zero=1)
+    return compiled(old, new, pipeline(64, 16, 2000))
+
+
 def sharded() -> Transition:
     """ZeRO-1 over more GPUs: weights are made from masters that arrive."""
     on = cluster(4, 4)
@@ -179,6 +186,7 @@ def example(old: str, new: str) -> Callable[[], Transition]:
 MAKERS: dict[str, Callable[[], Transition]] = {
     "relays": relays,
     "tight": lambda: relays("tight"),
+    "rails": rails,
     "sharded": sharded,
     "lost": lost,
     "experts": experts,
@@ -192,7 +200,7 @@ MAKERS: dict[str, Callable[[], Transition]] = {
     "overlap": example("overlap-before", "overlap-after"),
     "moe-ep8": example("grpo-30b-moe-ep4", "grpo-30b-moe-ep8"),
 }
-TINY = ("relays", "tight", "sharded", "lost", "experts", "concurrent", "stale", "split")
+TINY = ("relays", "tight", "rails", "sharded", "lost", "experts", "concurrent", "stale", "split")
 
 
 @cache
