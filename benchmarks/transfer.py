@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -81,6 +82,7 @@ class Process:
         )
         self.phases: dict[str, dict[str, float]] = {}
         self.extra: dict[str, float] = {}
+        self.shared = ""
 
     def moved(self, name: str, cols: int, *, columns: bool, same_host: bool, rows: int = 0) -> Callable[[], None]:
         """Compiled once; each call executes and verifies it."""
@@ -177,8 +179,9 @@ class Process:
         mesh = init_device_mesh("cpu", (procs,))
         old = DTensor.from_local(torch.ones(rows // procs, cols), mesh, [Shard(0)], run_check=False)
         new = DTensor.from_local(torch.zeros(rows, cols // procs), mesh, [Shard(1)], run_check=False)
-        path = tempfile.mkdtemp(dir="/dev/shm") if self.rank == 0 else ""
-        box = [path]
+        if self.rank == 0:
+            self.shared = tempfile.mkdtemp(dir="/dev/shm")
+        box = [self.shared]
         self.dist.broadcast_object_list(box)
 
         def work() -> None:
@@ -227,6 +230,8 @@ def process(rank: int, setting: Setting) -> None:
         said = {"turns": turns, "phases": at.phases, "extra": at.extra}
         Path(setting.folder, "results").write_text(json.dumps(said))
     at.dist.barrier()
+    if at.shared:
+        shutil.rmtree(at.shared)
     at.dist.destroy_process_group()
 
 
