@@ -19,6 +19,7 @@ from pathlib import Path
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
+from accuracy_tables import header, line, write
 
 from nereus.planner.accuracy import Accuracy, accuracy
 from nereus.planner.calibration import Calibration, calibrate
@@ -28,8 +29,6 @@ from nereus.planner.runs import Floats, Run
 
 ROOT = Path(__file__).resolve().parent
 DATA = ROOT / "data" / "measurements.csv"
-DOCUMENT = ROOT.parent / "docs" / "cost-model.md"
-BEGIN, END = "<!-- accuracy: begin -->", "<!-- accuracy: end -->"
 NUM_FOLDS = 10
 #: Rows that a new cluster is calibrated on, and how many draws of them.
 FEW, NUM_DRAWS = 6, 20
@@ -165,13 +164,12 @@ def report() -> str:
         f"{len(time.rows)} step times and {len(memory.rows)} peaks; each predicted by a model that was given the other "
         f"{NUM_FOLDS - 1} of {NUM_FOLDS} folds. Regenerate with `python benchmarks/cost_model.py --write`.",
         "",
-        "| step time | runs | mean error | median | inside the 90 % range |",
-        "|---|---|---|---|---|",
-        _line("all", time.part(range(len(time.rows)))),
+        *header("step time"),
+        line("all", time.part(range(len(time.rows)))),
     ]
     for name, members in clusters(time, lambda run: run.labels, "cluster").items():
         if len(members) >= 10:
-            lines.append(_line(name, time.part(members)))
+            lines.append(line(name, time.part(members)))
     lines += [
         "",
         f"| cluster | pairs of layouts | in the right order | mean regret | {FEW} rows fitted: mean error | median |",
@@ -183,18 +181,13 @@ def report() -> str:
         lines.append(f"| {name} | {pairs} | {right:.1%} | {regret:.1%} | {mean:.1%} | {median:.1%} |")
     lines += [
         "",
-        "| peak memory, by reading | runs | mean error | median | inside the 90 % range |",
-        "|---|---|---|---|---|",
-        _line("all", memory.part(range(len(memory.rows)))),
+        *header("peak memory, by reading"),
+        line("all", memory.part(range(len(memory.rows)))),
     ]
     for name, members in clusters(memory, lambda run: run.memory_labels, "reading").items():
-        lines.append(_line(name, memory.part(members)))
+        lines.append(line(name, memory.part(members)))
     lines += ["", _out_of_memory(rows)]
     return "\n".join(lines)
-
-
-def _line(name: str, found: Accuracy) -> str:
-    return f"| {name} | {found.num} | {found.mean:.1%} | {found.median:.1%} | {found.within_90 or 0:.0%} |"
 
 
 def _out_of_memory(rows: Sequence[Row]) -> str:
@@ -220,9 +213,7 @@ def main() -> None:
     text = report()
     print(text)
     if args.write:
-        before, rest = DOCUMENT.read_text(encoding="utf-8").split(BEGIN)
-        after = rest.split(END)[1]
-        DOCUMENT.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+        write("accuracy", text)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,10 @@ from pathlib import Path
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
+from accuracy_tables import header, line, write
 
 from nereus.models.hardware import gpu_ids, gpu_type
-from nereus.planner.accuracy import Accuracy, accuracy
+from nereus.planner.accuracy import accuracy
 from nereus.planner.calibration import GENERATION, served
 from nereus.planner.generation import Serving
 from nereus.planner.labels import engine_labels
@@ -28,8 +29,6 @@ from nereus.planner.machines import machine_of
 
 ROOT = Path(__file__).resolve().parent
 DATA = ROOT / "data" / "generation.csv"
-DOCUMENT = ROOT.parent / "docs" / "cost-model.md"
-BEGIN, END = "<!-- decode: begin -->", "<!-- decode: end -->"
 NUM_FOLDS = 10
 #: layers, hidden, heads, kv heads.
 SHAPES = {
@@ -119,18 +118,13 @@ def report() -> str:
         f"{len(y)} throughputs; each predicted from the other {NUM_FOLDS - 1} of {NUM_FOLDS} folds. Regenerate with "
         "`python benchmarks/decode.py --write`.",
         "",
-        "| engine | measured | mean error | median | inside the 90 % range |",
-        "|---|---|---|---|---|",
-        _line("all", accuracy(value, y, low, high)),
+        *header("engine"),
+        line("all", accuracy(value, y, low, high)),
     ]
     for name, members in sorted(groups.items(), key=lambda item: -len(item[1])):
         if len(members) >= 5:
-            lines.append(_line(name, accuracy(value[members], y[members], low[members], high[members])))
+            lines.append(line(name, accuracy(value[members], y[members], low[members], high[members])))
     return "\n".join(lines)
-
-
-def _line(name: str, found: Accuracy) -> str:
-    return f"| {name} | {found.num} | {found.mean:.1%} | {found.median:.1%} | {found.within_90 or 0:.0%} |"
 
 
 def main() -> None:
@@ -140,9 +134,7 @@ def main() -> None:
     text = report()
     print(text)
     if args.write:
-        before, rest = DOCUMENT.read_text(encoding="utf-8").split(BEGIN)
-        after = rest.split(END)[1]
-        DOCUMENT.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+        write("decode", text)
 
 
 if __name__ == "__main__":
