@@ -1,7 +1,7 @@
 """When to change the plan of a running job, to what, and whether it pays: one decision at every safe boundary.
 
-    controller = Controller(plan, calibration)
-    decision = controller.observe(step=7, response_len=1810, step_s=61.0)
+    advisor = Advisor(plan, calibration)
+    decision = advisor.observe(step=7, response_len=1810, step_s=61.0)
     if decision.plan is not None:
         job.request(decision.plan)
 
@@ -60,7 +60,7 @@ class Decision:
     plan: Plan | None = None
 
 
-class Controller:
+class Advisor:
     """``observe_only``: decide and log, and change nothing. ``pinned``: stages that stay as they are."""
 
     def __init__(

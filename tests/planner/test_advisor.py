@@ -11,7 +11,7 @@ from planner.test_rl_step import COLOCATED, PRIOR, plan_of
 from nereus.ir.plan import Plan
 from nereus.models.memory import check_memory
 from nereus.passes.coarse import coarse
-from nereus.planner.controller import BACK, GO, STAY, Controller, Settings
+from nereus.planner.advisor import BACK, GO, STAY, Advisor, Settings
 from nereus.planner.rl_step import step_time
 
 #: What a framework adds to every step that the model does not know of.
@@ -32,16 +32,16 @@ def measured(plan: Plan, response_len: float) -> float:
 
 
 def drive(
-    controller: Controller, lengths: list[int], truth: Callable[[Plan, float], float] = measured
+    advisor: Advisor, lengths: list[int], truth: Callable[[Plan, float], float] = measured
 ) -> tuple[float, list[Plan]]:
     """(seconds of all steps and stops, plan of every step)."""
     seconds, plans = 0.0, []
     for step, length in enumerate(lengths):
-        plan = controller.plan
+        plan = advisor.plan
         plans.append(plan)
         took = truth(plan, length)
         seconds += took
-        decision = controller.observe(step=step, response_len=length, step_s=took)
+        decision = advisor.observe(step=step, response_len=length, step_s=took)
         if decision.plan is not None:
             seconds += coarse(replace(plan, workload=decision.plan.workload), decision.plan).stop_s
     return seconds, plans
@@ -49,12 +49,12 @@ def drive(
 
 def test_drift_is_followed_and_pays() -> None:
     plan = plan_of(text())
-    controller = Controller(plan, PRIOR)
-    ours, _ = drive(controller, GROWTH)
+    advisor = Advisor(plan, PRIOR)
+    ours, _ = drive(advisor, GROWTH)
     static = sum(measured(plan, length) for length in GROWTH)
     assert ours < static
-    assert any(decision.action == GO for decision in controller.log)
-    for decision in controller.log:
+    assert any(decision.action == GO for decision in advisor.log)
+    for decision in advisor.log:
         if decision.action == GO and decision.trigger == "drift":
             chosen = next(row for row in decision.considered if row[0] != "as it is")
             assert min(row[3] for row in decision.considered) <= 0.5 * decision.horizon_steps
@@ -62,18 +62,18 @@ def test_drift_is_followed_and_pays() -> None:
 
 
 def test_steady_lengths_trigger_nothing() -> None:
-    controller = Controller(plan_of(text()), PRIOR)
-    drive(controller, [1100, 1150, 1060, 1200, 1100, 1000])
-    assert [decision.action for decision in controller.log] == [STAY] * 6
-    assert not any(decision.trigger for decision in controller.log)
+    advisor = Advisor(plan_of(text()), PRIOR)
+    drive(advisor, [1100, 1150, 1060, 1200, 1100, 1000])
+    assert [decision.action for decision in advisor.log] == [STAY] * 6
+    assert not any(decision.trigger for decision in advisor.log)
 
 
 def test_the_reference_moves_with_every_look() -> None:
-    controller = Controller(plan_of(text()), PRIOR, pinned=["actor.train", "actor.generate", "ref.infer"])
-    drive(controller, [1500, 1500, 1500, 2100])
-    assert [decision.trigger for decision in controller.log] == ["drift", "", "", "drift"]
-    assert controller.horizon_steps == 3.0
-    assert all(decision.action == STAY for decision in controller.log)
+    advisor = Advisor(plan_of(text()), PRIOR, pinned=["actor.train", "actor.generate", "ref.infer"])
+    drive(advisor, [1500, 1500, 1500, 2100])
+    assert [decision.trigger for decision in advisor.log] == ["drift", "", "", "drift"]
+    assert advisor.horizon_steps == 3.0
+    assert all(decision.action == STAY for decision in advisor.log)
 
 
 def test_a_plan_that_would_not_fit_is_left_whatever_it_costs() -> None:
@@ -81,10 +81,10 @@ def test_a_plan_that_would_not_fit_is_left_whatever_it_costs() -> None:
     lengths = [1100, 9000]
     grown = replace(plan, workload=replace(plan.workload, response_len=9000))
     assert any(d.severity.value == "error" for d in check_memory(grown))
-    controller = Controller(plan, PRIOR)
-    drive(controller, lengths)
-    assert controller.log[1].trigger == "memory" and controller.log[1].action == GO
-    assert not any(d.severity.value == "error" for d in check_memory(controller.plan))
+    advisor = Advisor(plan, PRIOR)
+    drive(advisor, lengths)
+    assert advisor.log[1].trigger == "memory" and advisor.log[1].action == GO
+    assert not any(d.severity.value == "error" for d in check_memory(advisor.plan))
 
 
 def test_a_change_that_misses_its_prediction_is_taken_back_and_not_made_again() -> None:
@@ -96,36 +96,36 @@ def test_a_change_that_misses_its_prediction_is_taken_back_and_not_made_again() 
         return measured(running, length) * (1.0 if same else 2.0)
 
     settings = Settings(share=10.0)  # admits at once
-    controller = Controller(plan, PRIOR, settings=settings)
-    _, plans = drive(controller, lengths, truth)
-    actions = [decision.action for decision in controller.log]
+    advisor = Advisor(plan, PRIOR, settings=settings)
+    _, plans = drive(advisor, lengths, truth)
+    actions = [decision.action for decision in advisor.log]
     assert actions.count(GO) == 1 and actions.count(BACK) == 1
     assert actions.index(BACK) - actions.index(GO) == settings.missed_steps
     assert [s.tp for s in plans[-1].stages] == [s.tp for s in plan.stages]
-    assert "were expected" in controller.log[actions.index(BACK)].reason
+    assert "were expected" in advisor.log[actions.index(BACK)].reason
 
 
 def test_watching_decides_the_same_and_changes_nothing() -> None:
     plan = plan_of(text())
-    watching = Controller(plan, PRIOR, observe_only=True)
+    watching = Advisor(plan, PRIOR, observe_only=True)
     drive(watching, [1100, 1500])
-    acting = Controller(plan, PRIOR)
+    acting = Advisor(plan, PRIOR)
     drive(acting, [1100, 1500])
     assert watching.plan == plan
     assert [d.action for d in watching.log] == [d.action for d in acting.log]
 
 
 def test_replaying_the_observations_repeats_the_decisions() -> None:
-    first = Controller(plan_of(text()), PRIOR)
+    first = Advisor(plan_of(text()), PRIOR)
     drive(first, GROWTH[:12])
-    again = Controller(plan_of(text()), PRIOR)
+    again = Advisor(plan_of(text()), PRIOR)
     for decision in first.log:
         again.observe(step=decision.step, response_len=decision.response_len, step_s=decision.step_s)
     assert again.log == first.log
 
 
 def test_observations_that_cannot_be_are_refused() -> None:
-    controller = Controller(plan_of(text()), PRIOR)
+    advisor = Advisor(plan_of(text()), PRIOR)
     for wrong in ({"response_len": 0.0}, {"response_len": float("nan")}, {"response_len": 1.0, "step_s": -1.0}):
         with pytest.raises(ValueError, match="must be positive"):
-            controller.observe(step=0, **wrong)
+            advisor.observe(step=0, **wrong)
