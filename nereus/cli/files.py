@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 
 from nereus.cli.errors import CommandError
 from nereus.lang.files import read_file
@@ -54,6 +55,13 @@ def write_bytes(path: str, data: bytes) -> None:
     finally:  # also after an interrupt
         if temporary and os.path.exists(temporary):
             os.unlink(temporary)
+
+
+def keep_inputs(output: str, inputs: Sequence[str]) -> None:
+    """CommandError where writing ``output`` would replace a file that the command reads."""
+    for path in inputs:
+        if path != STDIN and os.path.realpath(path) == os.path.realpath(output):
+            raise CommandError(f"{output} is read by this command; -o needs another file")
 
 
 def display_name(path: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from nereus.cli.files import read_text
+from nereus.cli.files import display_name, read_text
 from nereus.ir.diagnostic import Diagnostic, Severity
 
 if TYPE_CHECKING:
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 def read_calibration(path: str) -> Calibration:
     from nereus.planner.calibration import from_document
 
-    text = read_text(path)
     try:
-        return from_document(json.loads(text), path)
-    except json.JSONDecodeError as error:
-        return from_document({"version": f"unknown (line {error.lineno}: {error.msg})"}, path)
+        document = json.loads(read_text(path))
+    except (ValueError, RecursionError):
+        document = None
+    return from_document(document, display_name(path))
 
 
 def bad_rows(rows: Sequence[Row], path: str) -> list[Diagnostic]:

@@ -6,7 +6,6 @@ the version of Nereus that reads it, and a file of another version is refused ra
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,8 @@ from nereus.planner.runs import RECOMPUTE, Floats, Run, columns
 #: Raised whenever classes, priors or labels change.
 VERSION = 1
 _NUM_PLACES = 12
+#: No number of a calibration is as large, and the squares of smaller ones are finite.
+_TOO_LARGE = 1e100
 
 STEP_TIME = Beliefs(
     prior=np.log(step_time.class_array(step_time.PRIOR)),
@@ -135,9 +136,11 @@ def to_document(calibration: Calibration) -> dict[str, Any]:
     }
 
 
-def from_document(document: Mapping[str, Any], path: str) -> Calibration:
+def from_document(document: Any, path: str) -> Calibration:
     """Raises DiagnosticError (NRS7002)."""
     try:
+        if not isinstance(document, dict):
+            raise ValueError("it is no JSON object")
         if document["version"] != VERSION:
             raise ValueError(f"it is of version {document['version']}, this Nereus reads version {VERSION}")
         return Calibration(
@@ -145,7 +148,7 @@ def from_document(document: Mapping[str, Any], path: str) -> Calibration:
             peak_memory=_load(PEAK_MEMORY, document["peak_memory"], _NUM_PLACES),
             generation=_load(GENERATION, document["generation"], generation.NUM_PLACES),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         why = f"'{error.args[0]}' is missing" if isinstance(error, KeyError) else str(error)
         raise DiagnosticError(
             [
@@ -179,15 +182,20 @@ def _load(beliefs: Beliefs, saved: Mapping[str, Any], num_places: int) -> Learne
     seen = Seen(
         x=_array(saved, "formula", (num, num_classes)), labels=labels, place=_array(saved, "place", (num, num_places))
     )
+    if (seen.x < 0).any() or not (seen.x > 0).any(axis=1).all():
+        raise ValueError("'formula' has a run that takes nothing, or less")
+    noise_variance = _array(saved, "noise_variance", (num,))
+    if (noise_variance <= 0).any():
+        raise ValueError("'noise_variance' is not positive everywhere")
     honesty = float(saved["honesty"])
-    if not 1.0 <= honesty < math.inf:
+    if not 1.0 <= honesty < _TOO_LARGE:
         raise ValueError(f"honesty is {honesty}")
     return Learned(
         beliefs=beliefs,
         seen=seen,
         pull=_array(saved, "pull", (num, num_classes)),
         near_pull=_array(saved, "near_pull", (num,)),
-        noise_variance=_array(saved, "noise_variance", (num,)),
+        noise_variance=noise_variance,
         honesty=honesty,
         left_out=np.zeros(0),
     )
@@ -195,7 +203,7 @@ def _load(beliefs: Beliefs, saved: Mapping[str, Any], num_places: int) -> Learne
 
 def _array(saved: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Floats:
     found = np.array(saved[name], float).reshape(shape if 0 in shape else np.shape(saved[name]))
-    if found.shape != shape or not np.isfinite(found).all():
+    if found.shape != shape or not (np.abs(found) < _TOO_LARGE).all():
         raise ValueError(f"'{name}' is no table of {' x '.join(map(str, shape))} numbers")
     return found
 

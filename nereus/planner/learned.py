@@ -27,7 +27,8 @@ from nereus.planner.runs import Floats
 _MOST_STEPS = 60
 #: Steps end when the log posterior gains less than this.
 _ENOUGH = 0.01
-#: Factors are kept within these powers of e of their prior: a class without weight in any run is free to drift.
+#: Factors are kept within these powers of e of their prior (a class without weight in any run is free to drift), and
+#: so are v and the deviation of a prediction: what contradictory or changed runs say ends in numbers.
 _FURTHEST = 8.0
 #: A normal variable is within this many deviations in 90 of 100 cases.
 DEVIATIONS_90 = 1.645
@@ -93,7 +94,7 @@ class Learned:
     def expect(self, runs: Seen) -> Floats:
         """The values of ``predict`` alone, which take a fraction of its time."""
         total = (runs.x * self.factors(runs)).sum(axis=1)
-        expected: Floats = total * np.exp(_near(self.beliefs, runs, self.seen) @ self.near_pull)
+        expected: Floats = total * np.exp(_clipped(_near(self.beliefs, runs, self.seen) @ self.near_pull))
         return expected
 
     def predict(self, runs: Seen) -> Predicted:
@@ -101,7 +102,7 @@ class Learned:
         common, near = _common(beliefs, runs, self.seen), _near(beliefs, runs, self.seen)
         parts = runs.x * np.exp(_limited(beliefs, common @ self.pull))
         total = parts.sum(axis=1)
-        value = total * np.exp(near @ self.near_pull)
+        value = total * np.exp(_clipped(near @ self.near_pull))
         weight = parts / total[:, None] * beliefs.spread
         own = (weight**2).sum(axis=1) * _common_to_itself(beliefs, runs) + beliefs.near**2
         if len(self.pull):
@@ -109,7 +110,7 @@ class Learned:
             cross = common * (weight @ known.T) + near
             own = own - (cross * np.linalg.solve(covariance, cross.T).T).sum(axis=1)
         variance = np.maximum(own, 0.0) + beliefs.noise**2
-        return Predicted(value=value, deviation=self.honesty * np.sqrt(variance))
+        return Predicted(value=value, deviation=_clipped(self.honesty * np.sqrt(variance)))
 
     def _covariance(self) -> tuple[Floats, Floats]:
         """Weighted shares of the runs seen, and the covariance of their logarithms, noise included."""
@@ -196,7 +197,11 @@ class _State:
 
 def _limited(beliefs: Beliefs, effect: Floats) -> Floats:
     """Log of the factors."""
-    return beliefs.prior + np.clip(effect, -_FURTHEST, _FURTHEST)
+    return beliefs.prior + _clipped(effect)
+
+
+def _clipped(log: Floats) -> Floats:
+    return np.clip(log, -_FURTHEST, _FURTHEST)
 
 
 def _common(beliefs: Beliefs, a: Seen, b: Seen) -> Floats:

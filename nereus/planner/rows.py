@@ -8,9 +8,12 @@ assumption is listed with it; one is not: fp16 runs are taken for older than fla
 from __future__ import annotations
 
 import csv
+import io
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from nereus.ir.cluster import GpuType
 from nereus.ir.diagnostic import Diagnostic, DiagnosticError, Severity
@@ -28,7 +31,10 @@ _GIB = 2**30
 #: What a reading counts beside tensors: an allocator nothing, a device its context, libraries and communicators.
 _CONSTANT_BYTES = {"allocated": 0.1e9, "reserved": 0.5e9, "device": 2e9, "unstated": 1e9}
 _MOE = re.compile(r"MoE (\d+) \w+ top-(\d+)")
-_LEADING_NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)")
+#: A number, and perhaps words behind it. "1,024" is none, rather than 1.
+_NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?(?=\s|$)", re.ASCII | re.IGNORECASE)
+#: No size, count or measurement is larger; what is would end in sums that are not finite.
+_LARGEST = 1e12
 
 _Row = Mapping[str, str]
 
@@ -46,20 +52,30 @@ class Row:
 
 def read_rows(text: str, path: str) -> tuple[Row, ...]:
     """Raises DiagnosticError (NRS7001) where the text is no table of measurements."""
-    reader = csv.DictReader(text.splitlines(), strict=True)
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
-        missing = [name for name in REQUIRED if name not in (reader.fieldnames or ())]
-        if missing:
-            raise DiagnosticError([_no_table(path, f"it has no column {', '.join(missing)}")])
+        reader.fieldnames = header = [name.strip().lower() for name in reader.fieldnames or ()]
+        if problem := _problem_of(header):
+            raise DiagnosticError([no_table(path, problem)])
         found = [_row(cells, reader.line_num) for cells in reader]
     except csv.Error as error:
-        raise DiagnosticError([_no_table(path, f"line {reader.line_num}: {error}")]) from None
+        raise DiagnosticError([no_table(path, f"line {reader.reader.line_num}: {error}")]) from None
     if not found:
-        raise DiagnosticError([_no_table(path, "it has no rows")])
+        raise DiagnosticError([no_table(path, "it has no rows")])
     return tuple(found)
 
 
-def _no_table(path: str, why: str) -> Diagnostic:
+def _problem_of(header: Sequence[str]) -> str:
+    missing = [name for name in REQUIRED if name not in header]
+    if missing == [*REQUIRED]:
+        return "its first line names none of the columns that are needed, with commas between them"
+    if missing:
+        return f"it has no column {', '.join(missing)}"
+    twice = [name for name, num in Counter(header).items() if name and num > 1]
+    return f"it has column {', '.join(twice)} more than once" if twice else ""
+
+
+def no_table(path: str, why: str) -> Diagnostic:
     return Diagnostic(
         code="NRS7001",
         severity=Severity.ERROR,
@@ -74,10 +90,13 @@ class _Unusable(Exception):
 
 def _row(cells: _Row, line: int) -> Row:
     # A row longer than the header has its rest under None, a shorter one has None for what it lacks.
-    cells = {name: str(cell or "").strip() for name, cell in cells.items() if name in cells and name}
+    too_long = None in cells
+    cells = {name: str(cell or "").strip() for name, cell in cells.items() if name}
     id = cells.get("row_id") or f"line {line}"
     assumed: list[str] = []
     try:
+        if too_long:
+            raise _Unusable("it has more cells than the header")
         return Row(id=id, line=line, run=_run(cells, assumed), assumed=tuple(assumed))
     except _Unusable as reason:
         return Row(id=id, line=line, run=None, problem=str(reason), assumed=tuple(assumed))
@@ -97,6 +116,14 @@ def _run(cells: _Row, assumed: list[str]) -> Run:
         if dp < 1:
             raise _Unusable(f"tp {tp} x pp {pp} x cp {cp} needs more than its {gpus} gpus")
         assumed.append(f"dp = {dp:g}")
+    elif round(dp * tp * pp * cp) != gpus:
+        raise _Unusable(f"dp {dp:g} x tp {tp} x pp {pp} x cp {cp} is not its {gpus} gpus")
+    for part, size, whole, limit in (
+        ("kv_heads", kv_heads, "heads", heads), ("heads", heads, "hidden", hidden), ("pp", pp, "layers", layers),
+        ("ep", ep, "gpus", gpus),
+    ):  # fmt: skip
+        if size > limit:
+            raise _Unusable(f"{part} {size} is more than {whole} {limit}")
     micro_batch = _number(cells, "micro_batch")
     if not micro_batch:
         micro_batch = 1.0
@@ -105,19 +132,30 @@ def _run(cells: _Row, assumed: list[str]) -> Run:
     if not global_batch:
         global_batch = dp * micro_batch
         assumed.append(f"global_batch = {global_batch:g}, one micro-batch a rank")
-    recompute = cells.get("recompute", "").split(" ")[0]
+    if dp * micro_batch > global_batch * 1.001:
+        raise _Unusable(f"dp {dp:g} x micro_batch {micro_batch:g} is more than global_batch {global_batch:g}")
+    sharding = cells.get("zero_dist_opt", "").lower()
+    recompute = cells.get("recompute", "").lower().split(" ")[0]
     if recompute not in RECOMPUTE:
         recompute = "none"
         assumed.append("recompute = none")
     note, format = cells.get("note", ""), number_format(cells["precision"])
     moe = _MOE.search(note)
     num_experts, per_token = (int(moe.group(1)), int(moe.group(2))) if moe else (1, 1)
+    if not 1 <= per_token <= num_experts <= _LARGEST:
+        raise _Unusable(f"top-{per_token} of {num_experts} experts")
+    if format == "16" and "16" not in cells["precision"]:
+        assumed.append("precision = bf16")
     shape = (layers, hidden, heads, kv_heads, ffn, vocab)
-    mlp_matrices, params = _params(shape, _number(cells, "params_b"), gated=moe is not None, assumed=assumed)
+    billions = _number(cells, "params_b") or None
+    mlp_matrices, params = _params(shape, billions, num_experts=num_experts if moe else None, assumed=assumed)
+    # First layers without experts are told by the sum alone.
+    others = layers * _attention_params(shape) + vocab * hidden
+    expert_params = min(float(layers * num_experts * mlp_matrices * hidden * ffn), max(params - others, 0.0))
     reading = cells.get("mem_basis", "")
     return Run(
         machine=machine_of(gpu, format),
-        labels=step_labels(cells.get("source", ""), gpu, format, sharded="fsdp" in cells.get("zero_dist_opt", "")),
+        labels=step_labels(cells.get("source", ""), gpu, format, sharded="fsdp" in sharding),
         memory_labels=memory_labels(cells, gpu, format),
         layers=layers,
         hidden=hidden,
@@ -127,7 +165,7 @@ def _run(cells: _Row, assumed: list[str]) -> Run:
         mlp_matrices=mlp_matrices,
         vocab=vocab,
         params=params,
-        expert_params=float(layers * num_experts * mlp_matrices * hidden * ffn) if moe else 0.0,
+        expert_params=expert_params if moe else 0.0,
         experts_per_token=per_token,
         shared_experts=1 if moe and "shared" in note else 0,
         seq_len=seq_len,
@@ -141,7 +179,7 @@ def _run(cells: _Row, assumed: list[str]) -> Run:
         vp=vp,
         ep=ep,
         recompute=recompute,
-        sharding=_sharding(cells.get("zero_dist_opt", ""), assumed),
+        sharding=_sharding(sharding.replace("-", ""), assumed),
         gradient_bytes=2 if cells["precision"] == "fp16" else 4,
         flash=not ("unfused" in note or "selective row" in note or cells["precision"] == "fp16"),
         step_time_s=_number(cells, "step_time_s"),
@@ -153,19 +191,32 @@ def _run(cells: _Row, assumed: list[str]) -> Run:
 
 
 def _gpu(name: str) -> GpuType:
+    if not name:
+        raise _Unusable("gpu_type is missing")
     for id in gpu_ids():
         if name.lower() in (id, gpu_type(id).name.lower()):
             return gpu_type(id)
-    raise _Unusable(f"gpu_type {name!r} is not in the hardware table")
+    near = [id for id in gpu_ids() if name.lower() in id] or get_close_matches(name.lower(), gpu_ids())
+    hint = f"; there is {', '.join(near)}" if near else ""
+    raise _Unusable(f"gpu_type {name!r} is not in the hardware table{hint}")
 
 
-def _params(shape: tuple[int, ...], billions: float | None, *, gated: bool, assumed: list[str]) -> tuple[int, float]:
-    """(matrices of the MLP, parameters): whichever of gated or not, tied or not comes nearest to ``params_b``."""
-    layers, hidden, heads, kv_heads, ffn, vocab = shape
-    attention = hidden * hidden * (2 + 2 * kv_heads / heads)
+def _attention_params(shape: tuple[int, ...]) -> float:
+    """Of one layer."""
+    _, hidden, heads, kv_heads, _, _ = shape
+    return hidden * hidden * (2 + 2 * kv_heads / heads)
+
+
+def _params(
+    shape: tuple[int, ...], billions: float | None, *, num_experts: int | None, assumed: list[str]
+) -> tuple[int, float]:
+    """(matrices of the MLP, parameters): whichever of gated or not, tied or not comes nearest to ``params_b``.
+    Experts are gated."""
+    layers, hidden, _, _, ffn, vocab = shape
+    mlp = hidden * ffn * (num_experts or 1)
     whole = {
-        (matrices, tables): layers * (attention + matrices * hidden * ffn) + vocab * hidden * tables
-        for matrices in ((3,) if gated else (2, 3))
+        (matrices, tables): layers * (_attention_params(shape) + matrices * mlp) + vocab * hidden * tables
+        for matrices in ((2, 3) if num_experts is None else (3,))
         for tables in (1, 2)
     }
     if billions is None:
@@ -190,10 +241,15 @@ def _sharding(word: str, assumed: list[str]) -> str:
 
 def _number(cells: _Row, name: str) -> float | None:
     cell = cells.get(name, "")
-    match = _LEADING_NUMBER.match(cell)
-    if cell and not match and cell != "unstated":
-        raise _Unusable(f"{name} is {cell!r}, which is no number")
-    return float(match.group(1)) if match else None
+    if not cell or cell == "unstated":
+        return None
+    match = _NUMBER.match(cell)
+    if match is None:
+        raise _Unusable(f"{name} is {cell!r}, which is no plain number")
+    found = float(match.group())
+    if found > _LARGEST or 0 < found < 1 / _LARGEST:
+        raise _Unusable(f"{name} is {cell!r}, which is out of all proportion")
+    return found
 
 
 def _whole(cells: _Row, name: str, default: int | None = None, assumed: list[str] | None = None) -> int:

@@ -108,3 +108,26 @@ def test_the_best_plan_is_written_as_a_variant(nereusc: Any, tmp_path: Path, rep
     assert document["present_seconds"] is None and "ref.infer" not in document["best"][0]["changes"]
     assert all(s["peak_bytes"] <= s["capacity_bytes"] for s in document["best"][0]["stages"])
     assert nereusc("plan", "--pin", "nobody", str(job)).code == 64
+
+
+def test_no_input_is_written_over(nereusc: Any, measured: str, good_plan: str, tmp_path: Path) -> None:
+    variant, link = tmp_path / "variant.plan", tmp_path / "link.plan"
+    variant.write_text(f'extends "{good_plan}"\n')
+    link.symlink_to(good_plan)
+    for command in (
+        ("fit", measured, "-o", measured),
+        ("plan", good_plan, "-o", f"./{good_plan}"),
+        ("plan", good_plan, "-o", str(link)),
+        ("plan", str(variant), "-o", good_plan),
+    ):
+        before = Path(command[-1]).read_text()
+        ran = nereusc(*command)
+        assert ran.code == 1 and "is read by this command" in ran.stderr
+        assert Path(command[-1]).read_text() == before
+
+
+def test_nothing_usable_is_an_error(nereusc: Any, tmp_path: Path) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text(rows((3000, 1, 1.0, "a")))
+    ran = nereusc("predict", str(path))
+    assert ran.code == 1 and "NRS7003" in ran.stderr and "none of its rows can be used" in ran.stderr

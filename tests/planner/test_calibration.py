@@ -58,6 +58,31 @@ def test_a_damaged_calibration_is_refused(change: dict[str, Any]) -> None:
         from_document(document, "cal.json")
 
 
+@pytest.mark.parametrize("document", [None, [], 1, {}])
+def test_what_is_no_object_is_refused(document: object) -> None:
+    with pytest.raises(DiagnosticError, match="NRS7002"):
+        from_document(document, "cal.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("formula", -1.0),
+        ("formula", 0.0),
+        ("noise_variance", 0.0),
+        ("place", 1e300),
+        ("pull", 10**400),
+        ("honesty", 1e300),
+    ],
+)
+def test_numbers_that_no_fit_writes_are_refused(cost_model: Any, rows: Any, name: str, value: float) -> None:
+    document = to_document(calibrate([cost_model.run_of(row) for row in rows[:3]]))
+    saved = document["step_time"]
+    saved[name] = np.full_like(np.array(saved[name]), value, dtype=object).tolist() if name != "honesty" else value
+    with pytest.raises(DiagnosticError, match="NRS7002"):
+        from_document(document, "cal.json")
+
+
 def test_step_times_of_runs_that_were_not_seen(cost_model: Any, rows: Any) -> None:
     judged = cost_model.across_folds(
         cost_model.step_times(rows), cost_model.seconds, Calibration.predict_step_time, num_folds=5

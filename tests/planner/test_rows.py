@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from nereus.ir.diagnostic import DiagnosticError
 from nereus.planner.rows import REQUIRED, read_rows
-from nereus.planner.runs import Run
+from nereus.planner.runs import Run, columns
+from nereus.planner.step_time import class_seconds
 
 HEADER = (
     "model,params_b,layers,hidden,heads,kv_heads,ffn,vocab,seq_len,global_batch,micro_batch,gpus,gpu_type,tp,pp,dp,"
@@ -68,7 +69,7 @@ def test_what_is_left_open_is_assumed_and_said() -> None:
     "change, says",
     [
         (("H100-SXM-80GB", "H101"), "gpu_type 'H101' is not in the hardware table"),
-        ((",4096,32,8,", ",much,32,8,"), "hidden is 'much', which is no number"),
+        ((",4096,32,8,", ",much,32,8,"), "hidden is 'much', which is no plain number"),
         ((",16,H100", ",,H100"), ""),
         ((",2,2,4,bf16", ",2.5,2,4,bf16"), "tp is 2.5; a positive whole number is needed"),
         ((",2,2,4,bf16", ",16,2,,bf16"), "tp 16 x pp 2 x cp 1 needs more than its 16 gpus"),
@@ -101,3 +102,52 @@ def test_any_text_is_read_or_refused(cells: list[str]) -> None:
         return
     for row in rows:
         assert (row.run is None) == bool(row.problem)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("12.5,60", "-1,60"), "step_time_s is '-1', which is no plain number"),
+        (("12.5,60", '"1,024",60'), "step_time_s is '1,024', which is no plain number"),
+        (("12.5,60", "0x10,60"), "step_time_s is '0x10', which is no plain number"),
+        (("12.5,60", "1e400,60"), "step_time_s is '1e400', which is out of all proportion"),
+        ((",4096,128,1,16,H100", ",4096,1e400,1,16,H100"), "global_batch is '1e400', which is out of all proportion"),
+        ((",2,2,4,bf16", ",2,2,3,bf16"), "dp 3 x tp 2 x pp 2 x cp 1 is not its 16 gpus"),
+        ((",128,1,16,H100", ",128,64,16,H100"), "dp 4 x micro_batch 64 is more than global_batch 128"),
+        ((",32,8,14336", ",32,64,14336"), "kv_heads 64 is more than heads 32"),
+        (("H100-SXM-80GB", ""), "gpu_type is missing"),
+        (("H100-SXM-80GB", "gb300"), "gpu_type 'gb300' is not in the hardware table; there is gb300-288gb"),
+        (("GiB,,a-1", "GiB,MoE 8 experts top-16,a-1"), "top-16 of 8 experts"),
+        (("GiB,,a-1", "GiB,,a-1,more"), "it has more cells than the header"),
+    ],
+)
+def test_what_cannot_be_is_refused(change: tuple[str, str], says: str) -> None:
+    row = LLAMA.replace(*change)
+    assert row != LLAMA and problem(row) == says
+
+
+def test_numbers_may_have_an_exponent_and_words_behind_them() -> None:
+    assert one(LLAMA.replace("12.5,60", "1.25e1,60 of 80")).step_time_s == 12.5
+
+
+def test_headers_and_lines_are_read_as_spreadsheets_write_them() -> None:
+    header, noted = HEADER.replace(",", " , ").upper(), LLAMA.replace("GiB,", "GiB,a\x0cb")
+    for end, row in (("\r\n", LLAMA), ("\r", LLAMA), ("\n", noted)):
+        (read,) = read_rows(f"{header}{end}{row}{end}", "rows.csv")
+        assert read.run is not None and read.run.tp == 2
+
+
+def test_a_column_twice_is_no_table() -> None:
+    with pytest.raises(DiagnosticError, match="column tp more than once"):
+        read_rows(f"{HEADER},tp\n{LLAMA},4\n", "rows.csv")
+
+
+@pytest.mark.parametrize("params_b", ["", "671"])
+def test_no_class_of_experts_takes_less_than_nothing(params_b: str) -> None:
+    """Without ``params_b`` experts count too; with it, first layers have none."""
+    run = one(
+        f"deepseek,{params_b},61,7168,128,128,2048,129280,4096,4096,1,256,GB200-186GB,1,4,64,MXFP8,none,dist_opt,13,,,"
+        "MoE 256 experts top-8,d-1"
+    )
+    assert 600e9 < run.expert_params < run.params
+    assert (class_seconds(columns([run])) >= 0).all()

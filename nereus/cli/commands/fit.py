@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from nereus.cli.exit_codes import ExitCode
-from nereus.cli.files import read_text, write_text
+from nereus.cli.files import display_name, keep_inputs, read_text, write_text
 from nereus.cli.measurements import bad_rows, percent, show
 from nereus.cli.options import add_json, add_output_format
 from nereus.cli.output import Output, table
@@ -29,29 +29,31 @@ def run(args: argparse.Namespace, out: Output) -> int:
     from nereus.planner.calibration import calibrate, to_document
     from nereus.planner.rows import read_rows
 
-    rows = read_rows(read_text(args.file), args.file)
-    out.diagnostics(bad_rows(rows, args.file))
+    keep_inputs(args.output, [args.file])
+    name = display_name(args.file)
+    rows = read_rows(read_text(args.file), name)
+    out.diagnostics(bad_rows(rows, name))
     runs = [row.run for row in rows if row.run is not None]
     calibration = calibrate(runs)
     models = {"step_time": calibration.step_time, "peak_memory": calibration.peak_memory}
     if not any(len(model.left_out) for model in models.values()):
-        raise DiagnosticError([_nothing_measured(args.file, len(runs))])
+        raise DiagnosticError([_nothing_measured(name, len(runs))])
     write_text(args.output, json.dumps(to_document(calibration)) + "\n")
-    found = {name: _accuracy(model) for name, model in models.items()}
+    found = {kind: _accuracy(model) for kind, model in models.items()}
     content: dict[str, Any] = {"rows": len(rows), "used": len(runs), "output": args.output}
-    content |= {name: {cluster: show(a) for cluster, a in of.items()} for name, of in found.items()}
+    content |= {kind: {cluster: show(a) for cluster, a in of.items()} for kind, of in found.items()}
     if out.json:
         out.document("fit", content)
         return ExitCode.OK
-    out.print(f"{args.file}: {len(rows)} rows, {len(runs)} of use")
-    for name, title in (("step_time", "step time"), ("peak_memory", "peak memory")):
-        if not found[name]:
+    out.print(f"{name}: {len(rows)} rows, {len(runs)} of use")
+    for kind, title in (("step_time", "step time"), ("peak_memory", "peak memory")):
+        if not found[kind]:
             out.print(f"\n{title}: no row measured it; predictions rest on data sheets and priors")
             continue
         out.print(f"\n{title}, each run predicted from all the others:")
         lines = [
             (cluster, str(a.num), percent(a.mean), percent(a.median), percent(a.largest))
-            for cluster, a in found[name].items()
+            for cluster, a in found[kind].items()
         ]
         for line in table(("cluster", "runs", "mean error", "median", "largest"), lines, right=(1, 2, 3, 4)):
             out.print(line)

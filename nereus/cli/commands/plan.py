@@ -6,9 +6,9 @@ import argparse
 from math import ceil, isfinite
 from typing import TYPE_CHECKING, Any
 
-from nereus.cli.errors import CommandError, UsageError
+from nereus.cli.errors import UsageError
 from nereus.cli.exit_codes import ExitCode, for_diagnostics
-from nereus.cli.files import write_text
+from nereus.cli.files import keep_inputs, write_text
 from nereus.cli.measurements import read_calibration
 from nereus.cli.options import add_json, add_output_format
 from nereus.cli.output import Output, table
@@ -59,11 +59,11 @@ def run(args: argparse.Namespace, out: Output) -> int:
     for name in args.pin:
         if name not in names:
             raise UsageError(f"--pin {name}: the plan has {', '.join(names)}")
+    if args.output is not None:
+        keep_inputs(args.output, [args.file, *(source.path for source in loaded.sources)])
     found = _find(plan, calibration, args)
     reports = [steady_state(target.found.plan) for target in found.best]
     if args.output is not None and found.best:
-        if args.file == args.output:
-            raise CommandError(f"{args.output}: a variant of a plan cannot take its place")
         write_text(args.output, _variant(args.file, args.output, found.best[0].found))
     if out.json:
         out.document("plan", _json(args, found, reports))
@@ -164,20 +164,19 @@ def _headline(target: Target, present: Found | None, steps: int | None) -> str:
     if present is not None:
         share = found.seconds / present.seconds - 1
         parts.append(f"{100 * abs(share):.1f}% {'more' if share > 0 else 'less'}")
-    if steps is not None:
+    if steps is not None and not target.stop_s:
+        parts.append("without a stop")
+    elif steps is not None:
         parts.append(f"a stop of about {target.stop_s:.2g} s")
         if present is not None:
-            paid = (
-                "never pays" if not isfinite(target.payback_steps) else f"pays after {ceil(target.payback_steps)} steps"
-            )
-            parts.append(paid)
+            parts.append(_payback(target.payback_steps))
     return ", ".join(parts)
 
 
 def _payback(steps: float) -> str:
     if not isfinite(steps):
-        return "which never pays"
-    return f"which pays after {ceil(steps)} step{'' if ceil(steps) == 1 else 's'}"
+        return "never pays"
+    return f"pays after {ceil(steps)} step{'' if ceil(steps) == 1 else 's'}"
 
 
 def _degrees(stage: Stage) -> str:

@@ -7,10 +7,11 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from nereus.cli.exit_codes import ExitCode, for_diagnostics
-from nereus.cli.files import read_text
+from nereus.cli.files import display_name, read_text
 from nereus.cli.measurements import bad_rows, percent, read_calibration, show, within_90
 from nereus.cli.options import add_json, add_output_format
 from nereus.cli.output import Output, table
+from nereus.ir.diagnostic import DiagnosticError
 from nereus.ir.units import GB
 
 if TYPE_CHECKING:
@@ -28,14 +29,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     from nereus.planner.calibration import calibrate
-    from nereus.planner.rows import read_rows
+    from nereus.planner.rows import no_table, read_rows
 
     calibration: Calibration = calibrate(()) if args.calibration is None else read_calibration(args.calibration)
     if args.file.endswith(".plan"):
         return _plan(args, calibration, out)
-    rows = read_rows(read_text(args.file), args.file)
-    out.diagnostics(bad_rows(rows, args.file))
+    name = display_name(args.file)
+    rows = read_rows(read_text(args.file), name)
+    out.diagnostics(bad_rows(rows, name))
     runs = [row.run for row in rows if row.run is not None]
+    if not runs:
+        raise DiagnosticError([no_table(name, "none of its rows can be used")])
     step, memory = calibration.predict_step_time(runs), calibration.predict_peak_memory(runs)
     step_low, step_high = step.within_90()
     memory_low, memory_high = memory.within_90()
@@ -57,13 +61,13 @@ def run(args: argparse.Namespace, out: Output) -> int:
                 "assumed": list(row.assumed),
             }
             entry |= {
-                f"{name}_error": entry[name] / entry[f"measured_{name}"] - 1
-                for name in ("step_time_s", "peak_mem_gb")
-                if entry[f"measured_{name}"]
+                f"{what}_error": entry[what] / entry[f"measured_{what}"] - 1
+                for what in ("step_time_s", "peak_mem_gb")
+                if entry[f"measured_{what}"]
             }
             number += 1
         predicted.append(entry)
-    summary = {name: _summary(predicted, name) for name in ("step_time_s", "peak_mem_gb")}
+    summary = {what: _summary(predicted, what) for what in ("step_time_s", "peak_mem_gb")}
     if out.json:
         out.document("predict", {"calibration": args.calibration, "rows": predicted, "accuracy": summary})
     else:
