@@ -19,7 +19,7 @@ from nereus.ir.cluster import Device
 from nereus.ir.plan import Plan, Stage
 from nereus.models.batch import legal_micro_batches
 from nereus.models.legality import legal_ep
-from nereus.models.memory.neighbours import at_degrees, members
+from nereus.models.memory.neighbours import at_degrees, enough_replicas, members
 from nereus.models.memory.state import pipeline_index_of_ranks
 from nereus.models.memory.steady import idle_bytes, mem_bytes_of, running_bytes
 from nereus.planner.calibration import Calibration
@@ -113,7 +113,8 @@ def choices_of(plan: Plan, owner: Stage) -> Iterator[tuple[dict[str, str], Plan]
     seen = {_settings_of(plan)}
     for text, changed in _at_all_degrees(plan, owner):
         for more, tuned in _tuned(changed, owner.name):
-            if (settings := _settings_of(tuned)) not in seen:
+            settings = _settings_of(tuned)
+            if settings not in seen and all(enough_replicas(stage) for stage in tuned.stages):
                 seen.add(settings)
                 yield _merged({owner.name: text} if text else {}, more), tuned
 
@@ -146,21 +147,26 @@ def _tuned(plan: Plan, owner: str) -> Iterator[tuple[dict[str, str], Plan]]:
             continue
         wider = []
         for changes, changed in choices:
-            for text, fields in _settings(changed, changed.stage(stage.name)):
+            for fields in _settings(changed, changed.stage(stage.name)):
                 # Sharding belongs to the processes, the other settings to the stage.
                 common = {key: value for key, value in fields.items() if key == "zero"}
+                own = {key: value for key, value in fields.items() if key != "zero"}
                 stages = tuple(_with(s, fields if s.name == stage.name else common) for s in changed.stages)
-                target = owner if common else stage.name
-                wider.append((_merged(changes, {target: text} if text else {}), replace(changed, stages=stages)))
+                written = _merged(_merged(changes, {stage.name: _text(own)}), {owner: _text(common)})
+                wider.append((written, replace(changed, stages=stages)))
         choices = wider
     yield from choices
+
+
+def _text(fields: Mapping[str, int | str]) -> str:
+    return "  ".join(f"{key} = {value}" for key, value in fields.items())
 
 
 def _with(stage: Stage, fields: Mapping[str, int | str]) -> Stage:
     return replace(stage, **fields) if fields else stage  # type: ignore[arg-type]
 
 
-def _settings(plan: Plan, stage: Stage) -> Iterator[tuple[str, dict[str, int | str]]]:
+def _settings(plan: Plan, stage: Stage) -> Iterator[dict[str, int | str]]:
     dp, mini_batch = stage.dp, plan.workload.mini_batch
     sizes = [stage.micro_batch]
     if stage.max_tokens is None:
@@ -177,7 +183,7 @@ def _settings(plan: Plan, stage: Stage) -> Iterator[tuple[str, dict[str, int | s
                     fields["recompute"] = recompute
                 if zero != stage.zero:
                     fields["zero"] = zero
-                yield "  ".join(f"{key} = {value}" for key, value in fields.items()), fields
+                yield fields
 
 
 def _merged(first: Mapping[str, str], second: Mapping[str, str]) -> dict[str, str]:

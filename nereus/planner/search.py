@@ -75,10 +75,15 @@ def search(plan: Plan, calibration: Calibration, *, count: int = 3, pinned: Coll
     }
     return Searched(
         best=tuple(best),
-        present=state.whole(at_present) if state.fits(at_present) else None,
+        present=state.whole(at_present) if state.fits(at_present) and _memory_holds(plan) else None,
         num_candidates={name: len(of_owner.all) for name, of_owner in choices.items()},
         num_tried=state.num_tried,
     )
+
+
+def _memory_holds(plan: Plan) -> bool:
+    """What ``_Search.fits`` does not count as well: host memory, a cache that holds not one sequence."""
+    return not any(d.severity.value == "error" for d in check_memory(plan))
 
 
 def _adds_to(found: Found, better: Found) -> bool:
@@ -194,8 +199,8 @@ class _Search:
         found = self.whole(chosen)
         if any(-worse <= found.cost and _adds_to(found, better) for worse, _, better in self.kept):
             return
-        if any(d.severity.value == "error" for d in check_memory(found.plan)):
-            return  # host memory, or a cache that holds not one sequence
+        if not _memory_holds(found.plan):
+            return
         self.num_found += 1
         self.kept = [kept for kept in self.kept if -kept[0] < found.cost or not _adds_to(kept[2], found)]
         heapq.heapify(self.kept)

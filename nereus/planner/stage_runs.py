@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from nereus.ir.cluster import GpuType, Node
 from nereus.ir.plan import Plan, Stage
 from nereus.models.tensors import num_params
 from nereus.planner.generation import Serving
@@ -16,7 +19,7 @@ _GRADIENT_BYTES = 4
 def run_of_stage(plan: Plan, stage: Stage, source: str = "") -> Run:
     """One optimizer update of a train stage; one pass over all samples of an RL step of any other."""
     model = plan.model(stage.model)
-    arch, node = model.arch, plan.cluster.node(stage.devices[0].node)
+    arch, node = model.arch, _slowest(plan, stage, lambda gpu: (gpu.bf16_tflops, gpu.hbm_bytes_per_s))
     moe = arch.moe
     sharded = bool(stage.fsdp) or stage.zero >= 3
     micro_batch: float = stage.micro_batch
@@ -58,7 +61,7 @@ def run_of_stage(plan: Plan, stage: Stage, source: str = "") -> Run:
 def serving_of_stage(plan: Plan, stage: Stage, batch: float) -> Serving:
     """One engine of a generate stage with ``batch`` sequences at once."""
     model = plan.model(stage.model)
-    arch, node = model.arch, plan.cluster.node(stage.devices[0].node)
+    arch, node = model.arch, _slowest(plan, stage, lambda gpu: (gpu.hbm_bytes_per_s, gpu.bf16_tflops))
     fp8 = any(slot.name == "weight" and slot.dtype == "fp8" for slot in stage.slots)
     format = "fp8" if fp8 else "16"
     params, experts, moe = float(num_params(arch, model.head)), _expert_params(plan, stage), arch.moe
@@ -80,6 +83,12 @@ def serving_of_stage(plan: Plan, stage: Stage, batch: float) -> Serving:
         response_len=plan.workload.response_len,
         batch=batch,
     )
+
+
+def _slowest(plan: Plan, stage: Stage, rates: Callable[[GpuType], tuple[float, float]]) -> Node:
+    """All wait for the slowest GPU, and for the narrowest NIC of those."""
+    nodes = [plan.cluster.node(name) for name in dict.fromkeys(device.node for device in stage.devices)]
+    return min(nodes, key=lambda node: (*rates(node.gpu), node.nic_bytes_per_s / node.num_gpus))
 
 
 def _expert_params(plan: Plan, stage: Stage) -> int:

@@ -122,3 +122,52 @@ def test_more_room_is_never_slower() -> None:
         ),
     )
     assert search(roomy, PRIOR, count=1).best[0].cost <= best.cost
+
+
+TWO_TRAINERS = (
+    COLOCATED
+    + """
+model critic = "llama-3.1-8b" { head = value }
+stage critic.train { with = actor.train  optimizer = adam }
+"""
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        TWO_TRAINERS,
+        COLOCATED.replace("backend = megatron", "backend = megatron  sp = true"),
+        COLOCATED.replace("backend = megatron", "backend = megatron  replicas { min = 2  dormant = 1 }"),
+    ],
+    ids=["two trainers", "sp", "replicas"],
+)
+def test_what_is_written_is_what_was_judged(text: str, tmp_path: Path) -> None:
+    base, variant = tmp_path / "base.plan", tmp_path / "new.plan"
+    base.write_text(text)
+    plan = load_plan(str(base)).plan
+    assert plan is not None
+    for found in search(plan, PRIOR, count=12).best:
+        written = "\n".join(f"stage {stage} {{ {keys} }}" for stage, keys in found.changes.items() if keys)
+        variant.write_text(f'extends "base.plan"\n{written}\n')
+        again = load_plan(str(variant)).plan
+        assert again is not None, written
+        both = zip(again.stages, found.plan.stages, strict=True)
+        assert all(replace(a, span=b.span, key_spans=b.key_spans) == b for a, b in both), written
+
+
+def test_a_plan_that_overflows_the_host_is_not_the_present() -> None:
+    text = COLOCATED.replace('gpus = 8 x "h100-sxm-80gb"', 'gpus = 8 x "h100-sxm-80gb"  host_mem = 10 GiB')
+    pinned = ("actor.generate", "actor.train", "ref.infer")
+    assert search(plan_of(text), PRIOR, count=1, pinned=pinned).present is None
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("h200-sxm-141gb", "h100-sxm-80gb"), ("h100-sxm-80gb", "h200-sxm-141gb")]
+)
+def test_the_slowest_gpu_sets_the_pace(first: str, second: str) -> None:
+    both = f'node n0 {{ gpus = 8 x "{first}" }}\n node n1 {{ gpus = 8 x "{second}" }}'
+    mixed = COLOCATED.replace('node n[0-1] { gpus = 8 x "h100-sxm-80gb" }', both)
+    (slow, found) = (step_time(plan_of(text), PRIOR) for text in (COLOCATED, mixed))
+    assert found.stages[0].seconds == pytest.approx(slow.stages[0].seconds, rel=0.01)
+    assert found.stages[-1].seconds == pytest.approx(slow.stages[-1].seconds, rel=0.01)

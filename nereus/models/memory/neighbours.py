@@ -62,6 +62,10 @@ def at_degrees(plan: Plan, owner: Stage, *, tp: int, pp: int, ep: int) -> Neighb
     return None if found is None else Neighbour(text=found[0], keys=(), change=_setter(found[1]))
 
 
+def enough_replicas(stage: Stage) -> bool:
+    return stage.replicas is None or stage.num_emus >= stage.replicas.min + stage.replicas.dormant
+
+
 def _setter(changed: dict[str, dict[str, object]]) -> Callable[[Plan], Plan]:
     def change(plan: Plan) -> Plan:
         stages = (replace(s, **changed[s.name]) if s.name in changed else s for s in plan.stages)  # type: ignore[arg-type]
@@ -94,8 +98,7 @@ def _changed(plan: Plan, owner: Stage, *, tp: int, pp: int, ep: int) -> tuple[st
         if found is None:
             return None
         fields[stage.name] = {**found, "tp": tp, "pp": pp, "dp": dp, "fsdp": fsdp}
-        least = 0 if stage.replicas is None else stage.replicas.min + stage.replicas.dormant
-        if least and replace(stage, **fields[stage.name]).num_emus < least:  # type: ignore[arg-type]
+        if not enough_replicas(replace(stage, **fields[stage.name])):  # type: ignore[arg-type]
             return None
     return "  ".join(texts), fields
 
@@ -121,7 +124,7 @@ def _fields(plan: Plan, owner: Stage, stage: Stage, *, tp: int, pp: int, ep: int
         follows = ep == 1 and (etp == tp or (stage.kind == "generate" and etp == 1))
         if fp8_refusals(arch, tp=tp, etp=None if follows else etp, form=form):
             return None
-    sp = owner.sp if any(key == "sp" for key, _ in owner.key_spans) else tp > 1
+    sp = tp > 1 and (owner.sp or all(key != "sp" for key, _ in owner.key_spans))
     found: dict[str, object] = {"ep": ep, "etp": etp, "sp": sp}
     if pp != owner.pp:
         if arch.num_layers % pp:
