@@ -27,6 +27,8 @@ from nereus.planner.calibration import Calibration
 from nereus.planner.search import Found
 from nereus.planner.targets import Target, targets
 
+#: Tokens; no response is as long.
+_LONGEST = 1e12
 STAY, GO, BACK = "stay", "go", "back"
 
 
@@ -86,8 +88,8 @@ class Advisor:
 
     def observe(self, *, step: int, response_len: float, step_s: float | None = None) -> Decision:
         """At a boundary after ``step``: mean response length of the last batch, seconds of the last step."""
-        if not response_len > 0 or (step_s is not None and not step_s > 0):
-            raise ValueError(f"response_len {response_len} and step_s {step_s} must be positive")
+        if not 0 < response_len < _LONGEST or (step_s is not None and not 0 < step_s < math.inf):
+            raise ValueError(f"response_len {response_len} and step_s {step_s} must be positive and finite")
         if step_s is not None:
             self._measured.append(step_s)
         decision = self._decide(step, response_len, step_s)

@@ -126,6 +126,13 @@ def test_replaying_the_observations_repeats_the_decisions() -> None:
 
 def test_observations_that_cannot_be_are_refused() -> None:
     advisor = Advisor(plan_of(text()), PRIOR)
-    for wrong in ({"response_len": 0.0}, {"response_len": float("nan")}, {"response_len": 1.0, "step_s": -1.0}):
+    for wrong in (
+        {"response_len": 0.0},
+        {"response_len": float("nan")},
+        {"response_len": float("inf")},
+        {"response_len": 1e30},
+        {"response_len": 1.0, "step_s": -1.0},
+        {"response_len": 1.0, "step_s": float("inf")},
+    ):
         with pytest.raises(ValueError, match="must be positive"):
             advisor.observe(step=0, **wrong)

@@ -70,8 +70,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
     summary = {what: _summary(predicted, what) for what in ("step_time_s", "peak_mem_gb")}
     if out.json:
         out.document("predict", {"calibration": args.calibration, "rows": predicted, "accuracy": summary})
-    else:
-        _print(predicted, summary, out)
+        return ExitCode.OK
+    _print(predicted, summary, out)
+    if args.calibration is None:
+        out.print("from data sheets and priors alone: --calibration names what nereusc fit learned")
     return ExitCode.OK
 
 
@@ -146,6 +148,7 @@ def _print(predicted: list[dict[str, Any]], summary: dict[str, dict[str, Any] | 
     header = ("row", "step s", "90 in 100", "measured", "", "peak GB", "90 in 100", "measured", "", "fits")
     for line in table(header, lines, right=tuple(range(1, 9))):
         out.print(line)
+    out.print("fits: the upper end of the range is within the GPU's memory")
     for name, title in (("step_time_s", "step time"), ("peak_mem_gb", "peak memory")):
         of = summary[name]
         if of is not None:
