@@ -54,8 +54,9 @@ def test_json_of_fit(nereusc: Any, measured: str, tmp_path: Path) -> None:
 def test_text_of_predict(nereusc: Any, measured: str) -> None:
     ran = nereusc("predict", measured)
     lines = ran.stdout.splitlines()
-    assert ran.code == 0 and lines[0].split()[:2] == ["row", "step"] and len(lines) == 7
-    assert lines[-1].startswith("step time: 5 measured, mean error ")
+    assert ran.code == 0 and lines[0].split()[:2] == ["row", "step"] and len(lines) == 9
+    assert lines[-2].startswith("step time: 5 measured, mean error ")
+    assert lines[-1].startswith("from data sheets and priors alone")
 
 
 def test_rows_of_no_use_are_named_and_the_others_used(nereusc: Any, measured: str) -> None:
