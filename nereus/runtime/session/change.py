@@ -381,8 +381,9 @@ class Change:
             self.built.groups.abort(fault.text)
             self.built.groups.close(0.0)
             self.built = None
-        probed = "probe" in self.phases_s and any(bound.probe is not None for bound in self.stages.values())
-        if self.serving is not None and probed and self.losses.among(self.command.members) is None:
+        # The same in all processes, wherever each of them stood: a rehearsal has no probe.
+        probes = not self.command.rehearsal and any(bound.probe is not None for bound in self.stages.values())
+        if self.serving is not None and probes and self.losses.among(self.command.members) is None:
             # Some may have begun the probe and some not: what stands where on the old connections nobody knows.
             with suppress(Fault):  # a member is gone: the next collective says so
                 self.serving.groups.renew(f"{self.command.epoch}-aborted")
