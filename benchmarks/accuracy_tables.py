@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 from nereus.planner.accuracy import Accuracy
@@ -23,3 +25,14 @@ def write(section: str, text: str) -> None:
     begin, end = f"<!-- {section}: begin -->", f"<!-- {section}: end -->"
     before, rest = DOCUMENT.read_text(encoding="utf-8").split(begin)
     DOCUMENT.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}", encoding="utf-8")
+
+
+def main(about: str | None, section: str, report: Callable[[], str]) -> None:
+    """Print the report; with --write also put it into the document."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    text = report()
+    print(text)
+    if args.write:
+        write(section, text)

@@ -9,7 +9,6 @@ recipe) are kept in one fold, so that a run is not predicted from its own repeti
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
-from accuracy_tables import header, line, write
+from accuracy_tables import header, line, main
 
 from nereus.planner.accuracy import Accuracy, accuracy
 from nereus.planner.calibration import Calibration, calibrate
@@ -209,15 +208,5 @@ def _out_of_memory(rows: Sequence[Row]) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
-    args = parser.parse_args()
-    text = report()
-    print(text)
-    if args.write:
-        write("accuracy", text)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, "accuracy", report)

@@ -8,7 +8,6 @@ A saturated engine runs as many sequences as its cache holds; that number is not
 
 from __future__ import annotations
 
-import argparse
 import csv
 import os
 from dataclasses import replace
@@ -17,7 +16,7 @@ from pathlib import Path
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
-from accuracy_tables import header, line, write
+from accuracy_tables import header, line, main
 
 from nereus.models.hardware import gpu_ids, gpu_type
 from nereus.planner.accuracy import accuracy
@@ -127,15 +126,5 @@ def report() -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
-    args = parser.parse_args()
-    text = report()
-    print(text)
-    if args.write:
-        write("decode", text)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, "decode", report)

@@ -86,10 +86,15 @@ class Advisor:
         self._trial: _Trial | None = None
         self._missed: list[tuple[tuple[str, ...], float]] = []  # (keys of a plan, lengths at which it missed)
 
-    def observe(self, *, step: int, response_len: float, step_s: float | None = None) -> Decision:
-        """At a boundary after ``step``: mean response length of the last batch, seconds of the last step."""
+    def observe(
+        self, *, step: int, response_len: float, step_s: float | None = None, plan: Plan | None = None
+    ) -> Decision:
+        """At a boundary after ``step``: mean response length of the last batch, seconds of the last step. ``plan``:
+        what the job serves now; without it, what was advised last, which a change that was given up is not."""
         if not 0 < response_len < _LONGEST or (step_s is not None and not 0 < step_s < math.inf):
             raise ValueError(f"response_len {response_len} and step_s {step_s} must be positive and finite")
+        if plan is not None and _keys(plan) != _keys(self.plan):
+            self.plan, self._measured, self._trial = plan, [], None
         if step_s is not None:
             self._measured.append(step_s)
         decision = self._decide(step, response_len, step_s)
@@ -133,7 +138,8 @@ class Advisor:
         if chosen is None:
             return stay(trigger, "no change pays", found.best)
         present = found.searched.present
-        self._trial = _Trial.of(self.plan, self._measured, present, chosen.found) if present is not None else None
+        if not self.observe_only:  # else nothing is tried
+            self._trial = _Trial.of(self.plan, self._measured, present, chosen.found) if present is not None else None
         gain = "the plan would not fit" if not fits else f"pays after {chosen.payback_steps:.1f} steps"
         return Decision(
             step=step, response_len=response_len, step_s=step_s, trigger=trigger, action=GO, reason=gain,

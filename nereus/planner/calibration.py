@@ -1,4 +1,4 @@
-"""What runs have taught: one model of step time and one of peak memory, kept in a file that can be shared.
+"""What runs have taught: a model each of step time, peak memory and generation, kept in a file that can be shared.
 
 The file holds what was seen and what each run pulls at (``learned.py``), not the settings of the prior: those belong to
 the version of Nereus that reads it, and a file of another version is refused rather than read wrongly.

@@ -26,7 +26,7 @@ from nereus.planner.calibration import Calibration
 from nereus.planner.rl_step import stage_seconds
 
 Bytes: TypeAlias = NDArray[np.int64]
-#: Micro-batches above this have never been the best of published runs.
+#: Larger micro-batches are not tried.
 _LARGEST_MICRO_BATCH = 16
 
 
@@ -61,8 +61,8 @@ class Candidates:
     def __init__(self, found: Iterable[Candidate]) -> None:
         self.all = tuple(sorted(found, key=lambda c: (sum(c.seconds.values()), c.num_changes)))
         first = self.all[0]
-        #: The least that each stage takes in any of them.
         self.seconds = {stage: np.array([c.seconds[stage] for c in self.all]) for stage in first.seconds}
+        #: The least that each stage takes in any of them.
         self.fastest = {stage: float(values.min()) for stage, values in self.seconds.items()}
         self.num_changes = np.array([c.num_changes for c in self.all])
         self._held: dict[int, Held] = {}

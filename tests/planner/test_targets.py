@@ -46,6 +46,6 @@ def test_staying_is_a_target_without_a_stop() -> None:
 def test_a_plan_that_does_not_fit_has_to_go_whatever_it_costs() -> None:
     plan = plan_of(COLOCATED.replace("response_len = 1536", "response_len = 30000").replace("4096", "40000"))
     found = targets(plan, PRIOR, steps=1)
-    if found.searched.present is None:
-        assert all(any(target.found.changes.values()) and target.payback_steps == 0 for target in found.best)
+    assert found.searched.present is None
+    assert all(any(target.found.changes.values()) and target.payback_steps == 0 for target in found.best)
     assert not any(math.isnan(target.total_s) for target in found.best)
