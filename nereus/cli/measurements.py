@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from nereus.cli.files import display_name, read_text
-from nereus.ir.diagnostic import Diagnostic, Severity
+from nereus.ir.diagnostic import Diagnostic, DiagnosticError, Severity
 
 if TYPE_CHECKING:
     from nereus.planner.accuracy import Accuracy
@@ -17,12 +17,16 @@ if TYPE_CHECKING:
 
 
 def read_calibration(path: str) -> Calibration:
-    from nereus.planner.calibration import from_document
+    """Raises DiagnosticError (NRS7002)."""
+    from nereus.planner.calibration import from_document, no_calibration
 
     try:
         document = json.loads(read_text(path))
-    except (ValueError, RecursionError):
-        document = None
+    except json.JSONDecodeError as error:
+        why = f"line {error.lineno}: {error.msg}"
+        raise DiagnosticError([no_calibration(display_name(path), why)]) from None
+    except (ValueError, RecursionError):  # numbers too long, or brackets too deep, to be read
+        raise DiagnosticError([no_calibration(display_name(path), "it is no JSON that could be read")]) from None
     return from_document(document, display_name(path))
 
 

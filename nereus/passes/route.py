@@ -26,6 +26,7 @@ from nereus.passes.diff import Demand, Diff
 from nereus.passes.diff_flows import DiffFlows
 from nereus.passes.hops import Hop
 from nereus.passes.links import Links
+from nereus.passes.rebalance import rebalance
 from nereus.passes.relays import HolderRails, Ports, Relays, Taken
 from nereus.passes.stripes import Stripe, to_moves
 
@@ -129,8 +130,6 @@ class _Router:
 
     def repaired(self, target_s: float) -> Routed:
         """What was routed, with other senders for what keeps ports busy beyond ``target_s``."""
-        from nereus.passes.rebalance import rebalance
-
         flows = []
         for number, of in enumerate(self.classes):
             places = tuple(place for found in of.holders.values() for place in found)

@@ -150,16 +150,16 @@ def from_document(document: Any, path: str) -> Calibration:
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         why = f"'{error.args[0]}' is missing" if isinstance(error, KeyError) else str(error)
-        raise DiagnosticError(
-            [
-                Diagnostic(
-                    code="NRS7002",
-                    severity=Severity.ERROR,
-                    headline=f"{path} is no calibration: {why}",
-                    help="write one with `nereusc fit ROWS.csv -o FILE`",
-                )
-            ]
-        ) from None
+        raise DiagnosticError([no_calibration(path, why)]) from None
+
+
+def no_calibration(path: str, why: str) -> Diagnostic:
+    return Diagnostic(
+        code="NRS7002",
+        severity=Severity.ERROR,
+        headline=f"{path} is no calibration: {why}",
+        help="write one with `nereusc fit ROWS.csv -o FILE`",
+    )
 
 
 def _save(learned: Learned) -> dict[str, Any]:
