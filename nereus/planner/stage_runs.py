@@ -87,7 +87,8 @@ def serving_of_stage(plan: Plan, stage: Stage, batch: float) -> Serving:
 
 def _slowest(plan: Plan, stage: Stage, rates: Callable[[GpuType], tuple[float, float]]) -> Node:
     """All wait for the slowest GPU, and for the narrowest NIC of those."""
-    nodes = [plan.cluster.node(name) for name in dict.fromkeys(device.node for device in stage.devices)]
+    names = {device.node for device in stage.devices}
+    nodes = [node for node in plan.cluster.nodes if node.name in names]
     return min(nodes, key=lambda node: (*rates(node.gpu), node.nic_bytes_per_s / node.num_gpus))
 
 
