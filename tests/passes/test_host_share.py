@@ -8,10 +8,11 @@ from hypothesis import event, given, note
 from hypothesis import strategies as st
 from passes.execute import check_transition, compile_or_confirm, pipeline
 from passes.oracle import State, Universe
-from passes.plans import ARCHS, cluster, clusters, describe, layouts, offloaded, trainer
+from passes.plans import ARCHS, cluster, clusters, describe, layouts, node, offloaded, trainer
 from passes.profiles import examples
 from verify.documents import document_of
 
+from nereus.ir.cluster import Cluster, Device
 from nereus.ir.holdings import join_clusters
 from nereus.ir.plan import Plan
 from nereus.models.memory.state import copies, device_state_bytes, host_state_bytes, pipeline_index_of_ranks
@@ -57,6 +58,18 @@ def test_there_and_back(pair: tuple[Plan, Plan], mode: str, seed: int) -> None:
     start = State(back.new, universe).storages
     assert set(again) == set(start)
     assert all(np.array_equal(values, start[key]) for key, values in again.items())
+
+
+def test_where_places_derive_parts_the_bound_may_claim_less_than_is_proved() -> None:
+    """Of the bytes that both nodes lack, n0.gpu1 derives a part: the compiler's closed form lets it relay them all."""
+    on = Cluster(nodes=(node("n0", 3, rails=3), node("n1", 3)))
+    first, second, far = Device("n0", 0), Device("n0", 1), Device("n1", 0)
+    old = trainer(on, (first,))
+    new = offloaded(trainer(on, (first, second, far), dp=3, zero=1), 0.1)
+    found = compile_or_confirm(old, new, pipeline(400, 40, 1024, "auto"))
+    assert found is not None
+    verdict = verify(document_of(found), plans=(found.old, found.new))
+    assert verdict.holds, [f for f in verdict.findings if not f.holds]
 
 
 @examples(40)
