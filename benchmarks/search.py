@@ -23,7 +23,7 @@ from nereus.models.memory import check_memory
 from nereus.models.memory.neighbours import members
 from nereus.planner.calibration import Calibration, calibrate
 from nereus.planner.candidates import choices_of
-from nereus.planner.rl_step import order_of, stage_seconds
+from nereus.planner.rl_step import order_of, stage_time
 from nereus.planner.search import LEAST_GAIN, search
 
 SIZES = (16, 64, 1024)
@@ -62,13 +62,12 @@ def brute_force(plan: Plan, calibration: Calibration) -> float | None:
     """Cost of the best plan that fits; None where none does."""
     order, options = order_of(plan), []
     for owner in plan.owners():
-        found = [(dict(changes), changed) for changes, changed in choices_of(plan, owner)]
+        found = [(choice.changes, choice.alone) for choice in choices_of(plan, owner)]
         names = [stage.name for stage in members(plan, owner)]
-        seconds = {name: stage_seconds([changed for _, changed in found], name, calibration) for name in names}
         options.append(
             [
-                (changes, changed, {name: seconds[name][number] for name in names})
-                for number, (changes, changed) in enumerate(found)
+                (changes, alone, {name: stage_time(alone, alone.stage(name), calibration).seconds for name in names})
+                for changes, alone in found
             ]
         )
     fastest: dict[str, float] = {}

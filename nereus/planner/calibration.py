@@ -16,7 +16,7 @@ from nereus.ir.diagnostic import Diagnostic, DiagnosticError, Severity
 from nereus.planner import generation, peak_memory, step_time
 from nereus.planner.generation import Serving
 from nereus.planner.learned import Beliefs, Learned, Predicted, Seen, learn
-from nereus.planner.runs import RECOMPUTE, Floats, Run, columns
+from nereus.planner.runs import RECOMPUTE, Columns, Floats, Run, columns
 
 #: Raised whenever classes, priors or labels change.
 VERSION = 1
@@ -77,9 +77,9 @@ class Calibration:
         """Seconds."""
         return self.step_time.predict(_timed(runs))
 
-    def expect_step_time(self, runs: Sequence[Run]) -> Floats:
-        """Seconds, without their range."""
-        return self.step_time.expect(_timed(runs))
+    def expect_step_time(self, numbers: Columns, labels: Sequence[tuple[str, ...]]) -> Floats:
+        """Seconds, without their range, of runs by their columns."""
+        return self.step_time.expect(_timed_columns(numbers, labels))
 
     def predict_peak_memory(self, runs: Sequence[Run]) -> Predicted:
         """Bytes on the fullest GPU, as the run's kind of reading counts them."""
@@ -108,17 +108,20 @@ def served(engines: Sequence[Serving]) -> Seen:
 
 
 def _timed(runs: Sequence[Run]) -> Seen:
-    return Seen(x=step_time.class_seconds(columns(runs)), labels=tuple(r.labels for r in runs), place=_places(runs))
+    return _timed_columns(columns(runs), [run.labels for run in runs])
+
+
+def _timed_columns(c: Columns, labels: Sequence[tuple[str, ...]]) -> Seen:
+    return Seen(x=step_time.class_seconds(c), labels=tuple(labels), place=_places(c))
 
 
 def _weighed(runs: Sequence[Run]) -> Seen:
-    labels = tuple(run.memory_labels for run in runs)
-    return Seen(x=peak_memory.class_bytes(columns(runs)), labels=labels, place=_places(runs))
+    c, labels = columns(runs), tuple(run.memory_labels for run in runs)
+    return Seen(x=peak_memory.class_bytes(c), labels=labels, place=_places(c))
 
 
-def _places(runs: Sequence[Run]) -> Floats:
+def _places(c: Columns) -> Floats:
     """[runs, 12]: layouts that differ by a factor of two in one respect are 1 apart, or 0.5 where it matters less."""
-    c = columns(runs)
     logs = np.log2(
         np.stack([c.tp, c.pp, c.micro_batch, c.layers, c.hidden, c.cp,
                   c.gpus, c.num_microbatches, c.ep, c.seq_len, c.vp], axis=1)

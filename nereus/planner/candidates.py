@@ -8,8 +8,10 @@ they are asked for: most candidates are too slow to be looked at.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TypeAlias
 
 import numpy as np
@@ -24,6 +26,7 @@ from nereus.models.memory.state import pipeline_index_of_ranks
 from nereus.models.memory.steady import idle_bytes, mem_bytes_of, running_bytes
 from nereus.planner.calibration import Calibration
 from nereus.planner.rl_step import stage_seconds
+from nereus.planner.stage_runs import Settings
 
 Bytes: TypeAlias = NDArray[np.int64]
 #: Larger micro-batches are not tried.
@@ -40,18 +43,31 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """``changes``: what to write, by stage; empty where the plan stays as it is. ``base``: the owner's stages alone, at
+    the choice's degrees; ``settings``: what they have on top."""
+
+    changes: Mapping[str, str]
+    base: Plan
+    settings: Settings
+
+    @property
+    def alone(self) -> Plan:
+        """A plan of the owner's stages."""
+        return replace(self.base, stages=tuple(_with(s, self.settings.get(s.name, {})) for s in self.base.stages))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """``changes``: what to write, by stage; empty where the plan stays as it is. ``seconds``: by stage. ``alone``: a
-    plan of the owner's stages."""
+    """``seconds``: by stage."""
 
     owner: str
-    changes: Mapping[str, str]
+    choice: Choice
     num_changes: int
     seconds: Mapping[str, float]
-    alone: Plan
 
     def change(self, plan: Plan) -> Plan:
-        by_name = {stage.name: stage for stage in self.alone.stages}
+        by_name = {stage.name: stage for stage in self.choice.alone.stages}
         return replace(plan, stages=tuple(by_name.get(stage.name, stage) for stage in plan.stages))
 
 
@@ -71,7 +87,7 @@ class Candidates:
 
     def held(self, number: int) -> Held:
         if number not in self._held:
-            self._held[number] = _held(self.all[number].alone, self.all[number].owner)
+            self._held[number] = _held(self.all[number].choice.alone, self.all[number].owner)
         return self._held[number]
 
     def dominated(self, number: int) -> bool:
@@ -89,47 +105,56 @@ class Candidates:
 
 def candidates(plan: Plan, owner: Stage, calibration: Calibration, *, pinned: bool = False) -> Candidates:
     """``pinned``: the present layout alone."""
-    alone = replace(plan, stages=members(plan, owner))
-    chosen: list[tuple[dict[str, str], Plan]] = [({}, alone)] if pinned else list(choices_of(plan, owner))
-    plans = [changed for _, changed in chosen]
-    seconds = {stage.name: stage_seconds(plans, stage.name, calibration) for stage in alone.stages}
+    chosen = list(choices_of(plan, owner))[:1] if pinned else list(choices_of(plan, owner))
+    layouts = [(choice.base, choice.settings) for choice in chosen]
+    seconds = {name: stage_seconds(layouts, name, calibration) for name in (s.name for s in chosen[0].base.stages)}
     return Candidates(
         Candidate(
             owner=owner.name,
-            changes=changes,
-            num_changes=sum(text.count("=") for text in changes.values()),
-            seconds={name: values[number] for name, values in seconds.items()},
-            alone=changed,
+            choice=choice,
+            num_changes=sum(text.count("=") for text in choice.changes.values()),
+            seconds={name: float(values[number]) for name, values in seconds.items()},
         )
-        for number, (changes, changed) in enumerate(chosen)
+        for number, choice in enumerate(chosen)
     )
 
 
-def choices_of(plan: Plan, owner: Stage) -> Iterator[tuple[dict[str, str], Plan]]:
-    """(keys to write by stage, a plan of the owner's stages alone), the present choice first."""
+def choices_of(plan: Plan, owner: Stage) -> Iterator[Choice]:
+    """The present choice first."""
     plan = replace(plan, stages=members(plan, owner))
     owner = plan.stage(owner.name)
-    yield {}, plan
-    seen = {_settings_of(plan)}
+    yield Choice(changes={}, base=plan, settings={})
+    seen = {_settings_of(plan, {})}
+    bounded = any(stage.replicas is not None for stage in plan.stages)
     for text, changed in _at_all_degrees(plan, owner):
         for more, tuned in _tuned(changed, owner.name):
-            settings = _settings_of(tuned)
-            if settings not in seen and all(enough_replicas(stage) for stage in tuned.stages):
-                seen.add(settings)
-                yield _merged({owner.name: text} if text else {}, more), tuned
+            settings = _settings_of(changed, tuned)
+            if settings in seen:
+                continue
+            seen.add(settings)
+            choice = Choice(changes=_merged({owner.name: text} if text else {}, more), base=changed, settings=tuned)
+            if not bounded or all(enough_replicas(stage) for stage in choice.alone.stages):
+                yield choice
 
 
-def _settings_of(plan: Plan) -> tuple[object, ...]:
+_DIFFER = ("tp", "pp", "dp", "ep", "etp", "sp", "vp", "fsdp", "zero", "micro_batch", "recompute", "pp_split")
+
+
+def _settings_of(plan: Plan, settings: Settings) -> tuple[object, ...]:
     """All that differs between choices: stages with a thousand GPUs are slow to compare whole."""
-    return tuple(
-        (s.tp, s.pp, s.dp, s.ep, s.etp, s.sp, s.vp, s.fsdp, s.zero, s.micro_batch, s.recompute, s.pp_split)
-        for s in plan.stages
-    )
+    found: list[object] = []
+    for stage in plan.stages:
+        own = settings.get(stage.name, {})
+        found += [own.get(key, getattr(stage, key)) for key in _DIFFER] if own else _degrees_of(stage)
+    return tuple(found)
+
+
+_degrees_of = attrgetter(*_DIFFER)
 
 
 def _at_all_degrees(plan: Plan, owner: Stage) -> Iterator[tuple[str, Plan]]:
     arch = plan.model(owner.model).arch
-    inside = min(sum(d.node == node for d in owner.devices) for node in {d.node for d in owner.devices})
+    inside = min(Counter(device.node for device in owner.devices).values())
     eps = legal_ep(arch) if arch.moe is not None else (owner.ep,)
     for tp in (t for t in range(1, inside + 1) if inside % t == 0):
         for pp in range(1, min(len(owner.devices), arch.num_layers) + 1):
@@ -139,21 +164,21 @@ def _at_all_degrees(plan: Plan, owner: Stage) -> Iterator[tuple[str, Plan]]:
                     yield found.text, found.change(plan)
 
 
-def _tuned(plan: Plan, owner: str) -> Iterator[tuple[dict[str, str], Plan]]:
-    """Other settings of the training stages among them."""
-    choices: list[tuple[dict[str, str], Plan]] = [({}, plan)]
+def _tuned(plan: Plan, owner: str) -> Iterator[tuple[dict[str, str], Settings]]:
+    """(keys to write, fields) by stage: other settings of the training stages among them."""
+    choices: list[tuple[dict[str, str], dict[str, dict[str, int | str]]]] = [({}, {})]
     for stage in plan.stages:
         if not stage.is_train:
             continue
         wider = []
-        for changes, changed in choices:
-            for fields in _settings(changed, changed.stage(stage.name)):
-                # Sharding belongs to the processes, the other settings to the stage.
-                common = {key: value for key, value in fields.items() if key == "zero"}
-                own = {key: value for key, value in fields.items() if key != "zero"}
-                stages = tuple(_with(s, fields if s.name == stage.name else common) for s in changed.stages)
-                written = _merged(_merged(changes, {stage.name: _text(own)}), {owner: _text(common)})
-                wider.append((written, replace(changed, stages=stages)))
+        for fields in _settings(plan, stage):
+            # Sharding belongs to the processes, the other settings to the stage.
+            common = {key: value for key, value in fields.items() if key == "zero"}
+            own = {key: value for key, value in fields.items() if key != "zero"}
+            written = {stage.name: _text(own), owner: _text(common)} if stage.name != owner else {owner: _text(fields)}
+            for changes, before in choices:
+                after = {s.name: {**before.get(s.name, {}), **(fields if s is stage else common)} for s in plan.stages}
+                wider.append((_merged(changes, written), after))
         choices = wider
     yield from choices
 

@@ -22,7 +22,7 @@ from nereus.models.memory.state import owner_of, pipeline_index_of_ranks
 from nereus.models.memory.steady import mem_bytes_of
 from nereus.planner.calibration import Calibration
 from nereus.planner.runs import Floats
-from nereus.planner.stage_runs import run_of_stage, serving_of_stage
+from nereus.planner.stage_runs import Settings, columns_of_stage, run_of_stage, serving_of_stage
 
 #: Coefficient of variation of response lengths. An assumption: published runs report means and maxima only.
 LENGTH_SPREAD = 0.6
@@ -68,13 +68,17 @@ def stage_time(plan: Plan, stage: Stage, calibration: Calibration) -> StageTime:
     return StageTime(stage=stage.name, seconds=seconds, deviation=float(predicted.deviation[0]))
 
 
-def stage_seconds(plans: Sequence[Plan], name: str, calibration: Calibration) -> list[float]:
-    """Of one stage in many plans at once, without ranges."""
-    stages = [plan.stage(name) for plan in plans]
-    if stages and stages[0].kind == "generate":
-        return [stage_time(plan, stage, calibration).seconds for plan, stage in zip(plans, stages, strict=True)]
-    expected = calibration.expect_step_time([run_of_stage(*pair) for pair in zip(plans, stages, strict=True)])
-    return [float(s) * _times(plan, stage) for s, plan, stage in zip(expected, plans, stages, strict=True)]
+def stage_seconds(
+    layouts: Sequence[tuple[Plan, Settings]], name: str, calibration: Calibration
+) -> Sequence[float] | Floats:
+    """Of one stage in many layouts at once (``columns_of_stage``), without ranges."""
+    plan, _ = layouts[0]
+    stage = plan.stage(name)
+    if stage.kind == "generate":
+        seconds = {id(base): base for base, _ in layouts}
+        by_base = {key: stage_time(base, base.stage(name), calibration).seconds for key, base in seconds.items()}
+        return [by_base[id(base)] for base, _ in layouts]
+    return calibration.expect_step_time(*columns_of_stage(name, layouts)) * _times(plan, stage)
 
 
 def _times(plan: Plan, stage: Stage) -> float:
@@ -184,7 +188,8 @@ def _tokens_held(plan: Plan, stage: Stage) -> int:
 def _pace(plan: Plan, stage: Stage, calibration: Calibration, most: float) -> tuple[Callable[[Floats], Floats], float]:
     """Seconds per token of one engine by its batch, from a few batches and straight lines between their logarithms."""
     batches = np.unique(np.geomspace(1.0, most, 9))
-    predicted = calibration.predict_token_time([serving_of_stage(plan, stage, float(b)) for b in batches])
+    engine = serving_of_stage(plan, stage, 1.0)
+    predicted = calibration.predict_token_time([replace(engine, batch=float(batch)) for batch in batches])
     logs = np.log(predicted.value)
 
     def token_s(batch: Floats) -> Floats:

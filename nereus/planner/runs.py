@@ -125,6 +125,10 @@ class Columns:
     nic_bytes_per_s: Floats
     domain: Floats
 
+    def wide(self, num: int) -> dict[str, Floats]:
+        """By name, of one run: as if there were ``num`` like it."""
+        return {field.name: np.broadcast_to(getattr(self, field.name), num) for field in fields(self)}
+
 
 _OF_MACHINE = {field.name for field in fields(Machine)}
 _PLACES = {"recompute": RECOMPUTE, "sharding": SHARDING}

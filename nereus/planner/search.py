@@ -215,7 +215,7 @@ class _Search:
         for owner, number in chosen.items():
             candidate = self.choices[owner].all[number]
             changed = candidate.change(changed)
-            changes.update(candidate.changes)
+            changes.update(candidate.choice.changes)
             times.update(candidate.seconds)
         seconds = max(self.order.ends(times).values(), default=0.0)
         return Found(seconds=seconds, cost=self.bound(chosen), plan=changed, changes=changes, stage_seconds=times)

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import TypeAlias
 
-from nereus.ir.cluster import GpuType, Node
+import numpy as np
+
+from nereus.ir.cluster import Node
 from nereus.ir.plan import Plan, Stage
 from nereus.models.tensors import num_params
 from nereus.planner.generation import Serving
 from nereus.planner.labels import engine_labels, step_labels
 from nereus.planner.machines import machine_of
-from nereus.planner.runs import SHARDING, Run
+from nereus.planner.runs import RECOMPUTE, SHARDING, Columns, Floats, Run, columns
 
 #: Gradients are kept in fp32 (the plan language's default).
 _GRADIENT_BYTES = 4
+
+#: Fields of stages that differ from a plan's, by stage.
+Settings: TypeAlias = Mapping[str, Mapping[str, int | str]]
 
 
 def run_of_stage(plan: Plan, stage: Stage, source: str = "") -> Run:
     """One optimizer update of a train stage; one pass over all samples of an RL step of any other."""
     model = plan.model(stage.model)
-    arch, node = model.arch, _slowest(plan, stage, lambda gpu: (gpu.bf16_tflops, gpu.hbm_bytes_per_s))
+    arch, node = model.arch, _slowest(plan, stage, "bf16_tflops", "hbm_bytes_per_s")
     moe = arch.moe
-    sharded = bool(stage.fsdp) or stage.zero >= 3
-    micro_batch: float = stage.micro_batch
-    if stage.max_tokens is not None:
-        micro_batch = max(1.0, stage.max_tokens / plan.workload.seq_len)
-    samples = plan.workload.mini_batch if stage.is_train else plan.workload.num_samples
+    samples = _samples(plan, stage)
     return Run(
         machine=machine_of(node.gpu, "16", node),
-        labels=step_labels(source, node.gpu, "16", sharded=sharded),
+        labels=step_labels(source, node.gpu, "16", sharded=bool(stage.fsdp) or stage.zero >= 3),
         layers=arch.num_layers,
         hidden=arch.hidden,
         heads=arch.num_heads,
@@ -42,7 +45,7 @@ def run_of_stage(plan: Plan, stage: Stage, source: str = "") -> Run:
         shared_experts=moe.num_shared_experts if moe else 0,
         seq_len=plan.workload.seq_len,
         global_batch=samples,
-        micro_batch=min(micro_batch, max(1.0, samples / stage.dp)),
+        micro_batch=min(_micro_batch(plan, stage), max(1.0, samples / stage.dp)),
         gpus=len(stage.devices),
         tp=stage.tp,
         pp=stage.pp,
@@ -58,10 +61,52 @@ def run_of_stage(plan: Plan, stage: Stage, source: str = "") -> Run:
     )
 
 
+def columns_of_stage(name: str, layouts: Sequence[tuple[Plan, Settings]]) -> tuple[Columns, list[tuple[str, ...]]]:
+    """(numbers, labels) of one stage, no engine, as ``run_of_stage`` gives them for each: plans of one model, workload
+    and GPUs, with other settings on top. A search asks for thousands, which differ in their layout alone."""
+    plan = layouts[0][0]
+    stage = plan.stage(name)
+    run = run_of_stage(plan, stage)
+    stages = {id(base): base.stage(name) for base, _ in layouts}
+
+    def column(key: str) -> list[int | str]:
+        return [settings.get(name, {}).get(key, getattr(stages[id(base)], key)) for base, settings in layouts]
+
+    def numbers(key: str) -> Floats:
+        return np.array(column(key), float)
+
+    dp, fsdp, zero = numbers("dp"), numbers("fsdp") > 0, numbers("zero")
+    samples = _samples(plan, stage)
+    micro_batch = numbers("micro_batch") if stage.max_tokens is None else _micro_batch(plan, stage)
+    micro_batch = np.minimum(micro_batch, np.maximum(1.0, samples / dp))
+    recompute = [RECOMPUTE.index(str(word)) for word in column("recompute")] if stage.is_train else [0] * len(dp)
+    found = columns([run]).wide(len(layouts)) | {
+        **{key: numbers(key) for key in ("tp", "pp", "cp", "vp", "ep")},
+        "dp": dp,
+        "micro_batch": micro_batch,
+        "num_microbatches": np.maximum(samples / (dp * micro_batch), 1.0),
+        "recompute": np.array(recompute, float),
+        "sharding": np.where(fsdp, SHARDING.index("full"), zero),
+    }
+    gpu = _slowest(plan, stage, "bf16_tflops", "hbm_bytes_per_s").gpu
+    labels = {sharded: step_labels("", gpu, "16", sharded=sharded) for sharded in (False, True)}
+    return Columns(**found), [labels[sharded] for sharded in (fsdp | (zero >= 3)).tolist()]
+
+
+def _samples(plan: Plan, stage: Stage) -> int:
+    return plan.workload.mini_batch if stage.is_train else plan.workload.num_samples
+
+
+def _micro_batch(plan: Plan, stage: Stage) -> float:
+    if stage.max_tokens is None:
+        return stage.micro_batch
+    return max(1.0, stage.max_tokens / plan.workload.seq_len)
+
+
 def serving_of_stage(plan: Plan, stage: Stage, batch: float) -> Serving:
     """One engine of a generate stage with ``batch`` sequences at once."""
     model = plan.model(stage.model)
-    arch, node = model.arch, _slowest(plan, stage, lambda gpu: (gpu.hbm_bytes_per_s, gpu.bf16_tflops))
+    arch, node = model.arch, _slowest(plan, stage, "hbm_bytes_per_s", "bf16_tflops")
     fp8 = any(slot.name == "weight" and slot.dtype == "fp8" for slot in stage.slots)
     format = "fp8" if fp8 else "16"
     params, experts, moe = float(num_params(arch, model.head)), _expert_params(plan, stage), arch.moe
@@ -85,11 +130,12 @@ def serving_of_stage(plan: Plan, stage: Stage, batch: float) -> Serving:
     )
 
 
-def _slowest(plan: Plan, stage: Stage, rates: Callable[[GpuType], tuple[float, float]]) -> Node:
-    """All wait for the slowest GPU, and for the narrowest NIC of those."""
+def _slowest(plan: Plan, stage: Stage, *rates: str) -> Node:
+    """All wait for the slowest GPU, by the first of ``rates`` that differs, and for the narrowest NIC of those."""
     names = {device.node for device in stage.devices}
     nodes = [node for node in plan.cluster.nodes if node.name in names]
-    return min(nodes, key=lambda node: (*rates(node.gpu), node.nic_bytes_per_s / node.num_gpus))
+    rate = attrgetter(*rates)
+    return min(nodes, key=lambda node: (*rate(node.gpu), node.nic_bytes_per_s / node.num_gpus))
 
 
 def _expert_params(plan: Plan, stage: Stage) -> int:

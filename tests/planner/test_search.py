@@ -41,8 +41,8 @@ def test_bytes_are_those_of_the_memory_model(bench: Any, seed: int) -> None:
     of_owner = candidates(plan, owner, PRIOR)
     for number in range(0, len(of_owner.all), 7):
         candidate, held = of_owner.all[number], of_owner.held(number)
-        report = steady_state(candidate.alone)
-        for stage in candidate.alone.stages:
+        report = steady_state(candidate.choice.alone)
+        for stage in candidate.choice.alone.stages:
             for device, num_bytes in zip(held.devices, held.running[stage.name], strict=True):
                 row = report.row(stage.name, device)
                 assert row.need_bytes == num_bytes + CONTEXT_BYTES + COMMUNICATOR_BYTES
@@ -88,8 +88,8 @@ def test_choices_are_what_the_front_end_accepts() -> None:
     owner = plan.stage("actor.train")
     chosen = list(choices_of(plan, owner))
     assert len(chosen) > 50
-    for changes, alone in chosen[::9]:
-        text = COLOCATED
+    for choice in chosen[::9]:
+        changes, alone, text = choice.changes, choice.alone, COLOCATED
         for stage, keys in changes.items():
             text = _written(text, stage, keys)
         resolved = plan_of(text).stage("actor.train")
