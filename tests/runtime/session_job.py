@@ -171,6 +171,9 @@ def main(
         strike(fault["kind"])
 
     def strike(kind: str) -> None:
+        if kind == "machine":  # the parent stands for it
+            os.kill(os.getppid(), signal.SIGKILL)
+            kind = "kill"
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "stop":

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from nereus.runtime.session.controller import said_by
 from nereus.runtime.session.journal import Journal
 from nereus.runtime.session.lead import Lead, Spawn, names
 from nereus.runtime.session.members import (
+    ENDED,
     Arrivals,
     BoundStage,
     Builder,
@@ -268,7 +269,8 @@ class Job:
         """Build the objects of the plan; returns once this process serves. At the beginning of a job all devices of
         the plan must have a process within the deadline; later, a process waits here until a plan needs it.
 
-        Raises Fault; Aborted where a change that was to take it in was aborted at the job's beginning.
+        Raises Fault; Aborted where a change that was to take it in was aborted at the job's beginning; SystemExit (0)
+        where the others have closed the job meanwhile.
         """
         if loop is not None and not self.loop:
             self.loop = dict(loop)
@@ -289,7 +291,13 @@ class Job:
 
     def _wait_long(self, key: str) -> Any:
         """As long as it takes: a spare process waits for the plan that needs it."""
-        return self.record.wait(key, float("inf"), of="the job", decided=True, stop=self._expelled)
+        return self.record.wait(key, float("inf"), of="the job", decided=True, stop=self._not_needed)
+
+    def _not_needed(self) -> Fault | None:
+        if isinstance(self.record.decided(ENDED), tuple):
+            self.close()
+            raise SystemExit(0)
+        return self._expelled()
 
     def _expelled(self) -> Fault | None:
         self._losses.look()
@@ -533,6 +541,9 @@ class Job:
         if self._built is not None:
             self._built.groups.close(self._deadline_s)
             self._built = None
+            # Whoever owns the processes need not wait for those that no plan will call any more.
+            with suppress(Fault):
+                self.record.first(ENDED, tuple((m.host, m.pid) for m in self.members))
         self._watch.close()
         if self.led:
             self.record.put(f"closed/{self.me.number}", self.version)

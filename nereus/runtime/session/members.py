@@ -16,6 +16,10 @@ from nereus.runtime.faults import PROCESS_ENDED, WRONG_STATE, Fault
 from nereus.runtime.groups import Place
 from nereus.runtime.session.record import Record, digest_of
 
+#: Entry of the record, written once: the processes (host, pid) of the plan with which the job ended in good order; or,
+#: where an owner of processes wrote it, the exit code of the last one that was left.
+ENDED = "ended"
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Seat:

@@ -12,9 +12,10 @@ import os
 import select
 import sys
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed
@@ -33,7 +34,7 @@ dist: Any = torch.distributed
 def main(job_path: str, out: int) -> None:
     torch.set_num_threads(1)
     native.load()
-    _warm()
+    warm()
     job = decode(Path(job_path).read_bytes())
     module, _, function = job["target"].partition(":")
     target = getattr(importlib.import_module(module), function)
@@ -60,7 +61,7 @@ def main(job_path: str, out: int) -> None:
                 _say({"ended": pid, "code": os.waitstatus_to_exitcode(status)})
 
 
-def _warm() -> None:
+def warm() -> None:
     """What torch imports only at the first optimizer (its compiler) takes seconds: once here, not in every process."""
     weight = torch.nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)
@@ -72,15 +73,23 @@ def _say(event: dict[str, Any]) -> None:
 
 
 def _child(nursery: int, out: int, target: Any, job: dict[str, Any], device: str) -> None:
-    code = 1
-    try:
-        die_with(nursery)
+    def work() -> None:
         os.dup2(out, 1)
         os.close(0)
         store = dist.TCPStore("127.0.0.1", job["port"], None, False, timedelta(seconds=60), wait_for_workers=False)
         record = Record(store, job["name"], 0)
         with telling(record):
             target(store=store, device=device, spawn=asking(record), **job["args"])
+
+    live(nursery, work)
+
+
+def live(parent: int, work: Callable[[], object]) -> NoReturn:
+    """The life of a process that was just forked from ``parent``: ``work``, and its end with the code of that."""
+    code = 1
+    try:
+        die_with(parent)
+        work()
         code = 0
     except SystemExit as ending:
         code = ending.code if isinstance(ending.code, int) else 0 if ending.code is None else 1
