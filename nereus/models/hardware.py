@@ -38,13 +38,14 @@ def gpu_type(id: str) -> GpuType:
 
 def fp8_tflops(id: str) -> float | None:
     """Dense; None where the part has no fp8 or its data sheet gives no number."""
-    cell = _rows()[id]["fp8_dense_tflops"]
-    return _number(cell, 0.0) or None
+    row = _rows().get(id)  # a machine that was measured is in no table
+    return _number(row["fp8_dense_tflops"], 0.0) or None if row is not None else None
 
 
 def fast_domain(id: str) -> int:
     """GPUs that the intra-node links join: a node's, or those of a rack-scale domain."""
-    match = _DOMAIN.search(_rows()[id]["intra_link"])
+    row = _rows().get(id)
+    match = _DOMAIN.search(row["intra_link"]) if row is not None else None
     return int(match.group(1)) if match else _NODE_GPUS
 
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from nereus.ir.plan import Plan
-from nereus.models.memory import check_memory
 from nereus.planner.calibration import Calibration
+from nereus.planner.candidates import Serves
 from nereus.planner.search import Found
 from nereus.planner.targets import Target, targets
 
@@ -63,7 +63,9 @@ class Decision:
 
 
 class Advisor:
-    """``observe_only``: decide and log, and change nothing. ``pinned``: stages that stay as they are."""
+    """``observe_only``: decide and log, and change nothing. ``pinned``: stages that stay as they are. ``serves``:
+    whether the job's program can serve a stage in a layout. ``calibration`` may be replaced between two boundaries, but
+    not while a change is ``trying``."""
 
     def __init__(
         self,
@@ -72,12 +74,14 @@ class Advisor:
         *,
         settings: Settings = Settings(),
         pinned: Collection[str] = (),
+        serves: Serves | None = None,
         observe_only: bool = False,
     ) -> None:
         self.plan = plan
         self.calibration = calibration
         self.settings = settings
         self.pinned = tuple(pinned)
+        self.serves = serves
         self.observe_only = observe_only
         self.log: list[Decision] = []
         self._reference = float(plan.workload.response_len)
@@ -105,6 +109,11 @@ class Advisor:
         return decision if not self.observe_only else replace(decision, plan=None)
 
     @property
+    def trying(self) -> bool:
+        """Whether the first steps of a change are still to be judged against what was expected of them."""
+        return self._trial is not None
+
+    @property
     def horizon_steps(self) -> float:
         """Mean interval between crossings of the drift; one step before there is an interval."""
         intervals = [b - a for a, b in zip(self._crossings, self._crossings[1:], strict=False)]
@@ -115,7 +124,7 @@ class Advisor:
         back = self._back(step, response_len, step_s)
         if back is not None:
             return back
-        fits = not any(d.severity.value == "error" for d in check_memory(now))
+        fits = self.calibration.fits(now)
         drifted = abs(response_len / self._reference - 1) > self.settings.drift
 
         def stay(trigger: str, reason: str, considered: Sequence[Target] = ()) -> Decision:
@@ -131,7 +140,10 @@ class Advisor:
         self._reference = response_len  # whatever comes of it
         trigger = "memory" if not fits else "drift"
         horizon = max(1, round(self.horizon_steps))
-        found = targets(now, self.calibration, steps=horizon, count=self.settings.num_targets, pinned=self.pinned)
+        found = targets(
+            now, self.calibration, steps=horizon, count=self.settings.num_targets, pinned=self.pinned,
+            serves=self.serves,
+        )  # fmt: skip
         if not found.best:
             return stay(trigger, "no layout fits at these lengths: fewer samples, recomputation or a checkpoint remain")
         chosen = self._admitted(found.best, urgent=not fits, response_len=response_len)
@@ -150,6 +162,8 @@ class Advisor:
         for target in found:
             if not any(target.found.changes.values()) or self._missed_before(target.found, response_len):
                 continue
+            if not self.calibration.fits(target.found.plan):
+                continue
             if urgent or target.payback_steps <= self.settings.share * self.horizon_steps:
                 return target
         return None
@@ -167,7 +181,7 @@ class Advisor:
         self._trial = None  # judged once, on its first steps
         allowed = trial.expected_s * (1 + self.settings.margin)
         before = _at_length(trial.before, response_len)
-        if seen <= allowed or any(d.severity.value == "error" for d in check_memory(before)):
+        if seen <= allowed or not self.calibration.fits(before):
             return None
         self._missed.append((_keys(self.plan), response_len))
         return Decision(

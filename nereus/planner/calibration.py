@@ -7,20 +7,27 @@ the version of Nereus that reads it, and a file of another version is refused ra
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from nereus.ir.diagnostic import Diagnostic, DiagnosticError, Severity
-from nereus.planner import generation, peak_memory, step_time
+from nereus.ir.plan import Plan
+from nereus.models.memory import check_memory
+from nereus.planner import generation, peak_memory, plan_memory, step_time, stops
 from nereus.planner.generation import Serving
 from nereus.planner.learned import Beliefs, Learned, Predicted, Seen, learn
+from nereus.planner.plan_memory import PLAN_MEMORY
 from nereus.planner.runs import RECOMPUTE, Columns, Floats, Run, columns
+from nereus.planner.stops import Stops
 
 #: Raised whenever classes, priors or labels change.
 VERSION = 1
 _NUM_PLACES = 12
+_EMPTY: Mapping[str, Any] = {
+    "labels": [], "formula": [], "place": [], "pull": [], "near_pull": [], "noise_variance": [], "honesty": 1.0,
+}  # fmt: skip
 #: No number of a calibration is as large, and the squares of smaller ones are finite.
 _TOO_LARGE = 1e100
 
@@ -68,6 +75,15 @@ class Calibration:
     step_time: Learned
     peak_memory: Learned
     generation: Learned
+    #: What running jobs taught of their whole memory, and of the stops of their changes.
+    plan_memory: Learned = field(default_factory=lambda: learn(PLAN_MEMORY, plan_memory.seen((), ""), np.zeros(0)))
+    stops: Stops = field(default_factory=Stops)
+
+    def fits(self, plan: Plan) -> bool:
+        """By the formulas; and where peaks of a running job are known, by those, at the upper end of their range."""
+        if any(found.severity.value == "error" for found in check_memory(plan)):
+            return False
+        return not len(self.plan_memory.pull) or plan_memory.peak(self.plan_memory, plan).fits
 
     def predict_token_time(self, engines: Sequence[Serving]) -> Predicted:
         """Seconds per generated token of an engine."""
@@ -75,7 +91,7 @@ class Calibration:
 
     def predict_step_time(self, runs: Sequence[Run]) -> Predicted:
         """Seconds."""
-        return self.step_time.predict(_timed(runs))
+        return self.step_time.predict(timed_runs(runs))
 
     def expect_step_time(self, numbers: Columns, labels: Sequence[tuple[str, ...]]) -> Floats:
         """Seconds, without their range, of runs by their columns."""
@@ -93,7 +109,7 @@ def calibrate(runs: Sequence[Run], engines: Sequence[Serving] = (), token_second
     timed = [run for run in ended if run.step_time_s]
     weighed = [run for run in ended if run.peak_mem_gb]
     return Calibration(
-        step_time=learn(STEP_TIME, _timed(timed), np.array([run.step_time_s or 0.0 for run in timed])),
+        step_time=learn(STEP_TIME, timed_runs(timed), np.array([run.step_time_s or 0.0 for run in timed])),
         peak_memory=learn(
             PEAK_MEMORY, _weighed(weighed), np.array([(run.peak_mem_gb or 0.0) * run.gb_bytes for run in weighed])
         ),
@@ -107,7 +123,7 @@ def served(engines: Sequence[Serving]) -> Seen:
     return Seen(x=generation.class_seconds(engines), labels=labels, place=generation.places(engines))
 
 
-def _timed(runs: Sequence[Run]) -> Seen:
+def timed_runs(runs: Sequence[Run]) -> Seen:
     return _timed_columns(columns(runs), [run.labels for run in runs])
 
 
@@ -136,6 +152,8 @@ def to_document(calibration: Calibration) -> dict[str, Any]:
         "step_time": _save(calibration.step_time),
         "peak_memory": _save(calibration.peak_memory),
         "generation": _save(calibration.generation),
+        "plan_memory": _save(calibration.plan_memory),
+        "stops": stops.save(calibration.stops),
     }
 
 
@@ -150,6 +168,9 @@ def from_document(document: Any, path: str) -> Calibration:
             step_time=_load(STEP_TIME, document["step_time"], _NUM_PLACES),
             peak_memory=_load(PEAK_MEMORY, document["peak_memory"], _NUM_PLACES),
             generation=_load(GENERATION, document["generation"], generation.NUM_PLACES),
+            # Files of before jobs were watched have neither.
+            plan_memory=_load(PLAN_MEMORY, document.get("plan_memory", _EMPTY), plan_memory.NUM_PLACES),
+            stops=stops.load(document.get("stops", {})),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         why = f"'{error.args[0]}' is missing" if isinstance(error, KeyError) else str(error)

@@ -9,7 +9,7 @@ they are asked for: most candidates are too slow to be looked at.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TypeAlias
@@ -103,9 +103,17 @@ class Candidates:
         return self._dominated[number]
 
 
-def candidates(plan: Plan, owner: Stage, calibration: Calibration, *, pinned: bool = False) -> Candidates:
-    """``pinned``: the present layout alone."""
+#: Whether a job's program can serve a stage in this layout.
+Serves: TypeAlias = Callable[[Stage], bool]
+
+
+def candidates(
+    plan: Plan, owner: Stage, calibration: Calibration, *, pinned: bool = False, serves: Serves | None = None
+) -> Candidates:
+    """``pinned``: the present layout alone. ``serves``: leaves out what the job's program cannot do."""
     chosen = list(choices_of(plan, owner))[:1] if pinned else list(choices_of(plan, owner))
+    if serves is not None:  # the present layout is served
+        chosen = [c for c in chosen if not any(c.changes.values()) or all(map(serves, c.alone.stages))]
     layouts = [(choice.base, choice.settings) for choice in chosen]
     seconds = {name: stage_seconds(layouts, name, calibration) for name in (s.name for s in chosen[0].base.stages)}
     return Candidates(

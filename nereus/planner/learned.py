@@ -87,6 +87,16 @@ class Learned:
     #: [runs] log of measured / predicted from all the others; empty once the model has been saved.
     left_out: Floats
 
+    def measured(self) -> Floats:
+        """[runs] what was measured of the runs seen: a saved model holds it as the pull and the noise of each."""
+        total = np.log((self.seen.x * self.factors(self.seen)).sum(axis=1))
+        found: Floats = np.exp(total + _near(self.beliefs, self.seen, self.seen) @ self.near_pull + self._residual())
+        return found
+
+    def _residual(self) -> Floats:
+        """[runs] log of measured / explained: at the mode noise is what its precision lets the pull be."""
+        return self.near_pull * self.noise_variance
+
     def factors(self, runs: Seen) -> Floats:
         """[runs, classes] what each class takes, in times of its formula."""
         return np.exp(_limited(self.beliefs, _common(self.beliefs, runs, self.seen) @ self.pull))
@@ -121,9 +131,11 @@ class Learned:
         return weight, common * (weight @ weight.T) + near + np.diag(self.noise_variance)
 
 
-def learn(beliefs: Beliefs, seen: Seen, measured: Floats) -> Learned:
-    """``measured``: [runs], positive. No runs are fine: then there is the prior."""
+def learn(beliefs: Beliefs, seen: Seen, measured: Floats, doubt: Floats | None = None) -> Learned:
+    """``measured``: [runs], positive. No runs are fine: then there is the prior. ``doubt``: [runs] multiplies the
+    variance of a run's noise; 1 where it is not given."""
     num = len(measured)
+    variance = np.full(num, beliefs.noise**2) * (1.0 if doubt is None else doubt)
     pull, near_pull = np.zeros_like(seen.x), np.zeros(num)
     if not num:
         none = np.zeros(0)
@@ -131,7 +143,7 @@ def learn(beliefs: Beliefs, seen: Seen, measured: Floats) -> Learned:
             beliefs=beliefs, seen=seen, pull=pull, near_pull=near_pull, noise_variance=none, honesty=1.0, left_out=none
         )
     common, near, target = _common(beliefs, seen, seen), _near(beliefs, seen, seen), np.log(measured)
-    now = _State.at(beliefs, seen, target, common, near, pull, near_pull)
+    now = _State.at(beliefs, seen, target, common, near, pull, near_pull, variance)
     for _ in range(_MOST_STEPS):
         weight = now.share * beliefs.spread
         covariance = common * (weight @ weight.T) + near + np.diag(1 / now.precision)
@@ -140,7 +152,7 @@ def learn(beliefs: Beliefs, seen: Seen, measured: Floats) -> Learned:
         while step > 1e-3:  # the problem is not convex: a whole step may go too far
             then = _State.at(
                 beliefs, seen, target, common, near,
-                now.pull + step * (to_pull - now.pull), now.near_pull + step * (solved - now.near_pull),
+                now.pull + step * (to_pull - now.pull), now.near_pull + step * (solved - now.near_pull), variance,
             )  # fmt: skip
             if then.energy < now.energy:
                 break
@@ -182,13 +194,20 @@ class _State:
 
     @staticmethod
     def at(
-        beliefs: Beliefs, seen: Seen, target: Floats, common: Floats, near: Floats, pull: Floats, near_pull: Floats
+        beliefs: Beliefs,
+        seen: Seen,
+        target: Floats,
+        common: Floats,
+        near: Floats,
+        pull: Floats,
+        near_pull: Floats,
+        variance: Floats,
     ) -> _State:
         effect, offset = common @ pull, near @ near_pull
         parts = seen.x * np.exp(_limited(beliefs, effect))
         total = parts.sum(axis=1)
         residual = np.log(total) + offset - target
-        freedom, variance = beliefs.freedom, beliefs.noise**2
+        freedom = beliefs.freedom
         energy = 0.5 * float((pull * effect / beliefs.spread**2).sum() + near_pull @ offset)
         energy += float((freedom + 1) / 2 * np.log1p(residual**2 / freedom / variance).sum())
         precision = (freedom + 1) / (freedom * variance + residual**2)

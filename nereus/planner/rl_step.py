@@ -21,6 +21,7 @@ from nereus.models.memory.cache import engine_tokens
 from nereus.models.memory.state import owner_of, pipeline_index_of_ranks
 from nereus.models.memory.steady import mem_bytes_of
 from nereus.planner.calibration import Calibration
+from nereus.planner.generation import class_seconds
 from nereus.planner.runs import Floats
 from nereus.planner.stage_runs import Settings, columns_of_stage, run_of_stage, serving_of_stage
 
@@ -64,7 +65,7 @@ def stage_time(plan: Plan, stage: Stage, calibration: Calibration) -> StageTime:
     if stage.kind == "generate":
         return _generation(plan, stage, calibration)
     predicted = calibration.predict_step_time([run_of_stage(plan, stage)])
-    seconds = float(predicted.value[0]) * _times(plan, stage)
+    seconds = float(predicted.value[0]) * num_passes(plan, stage)
     return StageTime(stage=stage.name, seconds=seconds, deviation=float(predicted.deviation[0]))
 
 
@@ -78,10 +79,10 @@ def stage_seconds(
         seconds = {id(base): base for base, _ in layouts}
         by_base = {key: stage_time(base, base.stage(name), calibration).seconds for key, base in seconds.items()}
         return [by_base[id(base)] for base, _ in layouts]
-    return calibration.expect_step_time(*columns_of_stage(name, layouts)) * _times(plan, stage)
+    return calibration.expect_step_time(*columns_of_stage(name, layouts)) * num_passes(plan, stage)
 
 
-def _times(plan: Plan, stage: Stage) -> float:
+def num_passes(plan: Plan, stage: Stage) -> float:
     """Optimizer updates of an RL step; 1 for a stage that does not train."""
     workload = plan.workload
     return workload.num_samples * workload.epochs / workload.mini_batch if stage.is_train else 1.0
@@ -160,19 +161,31 @@ def _feeds(other: Stage, stage: Stage) -> bool:
 
 
 def _generation(plan: Plan, stage: Stage, calibration: Calibration) -> StageTime:
-    samples = plan.workload.num_samples / stage.dp
-    held = _tokens_held(plan, stage)
-    most = max(1.0, held / plan.workload.seq_len)
-    at_once = min(samples, most)
+    at_once, queued, left, tokens = _batches(plan, stage)
     token_s, deviation = _pace(plan, stage, calibration, at_once)
     # The queue keeps the engine full until the last ``at_once`` sequences are in; then the batch only shrinks.
-    full_s = (samples - at_once) * plan.workload.response_len * token_s(np.array([at_once]))[0]
-    lengths = _lengths(plan)
-    alive = at_once * (1 - np.arange(_NUM_POINTS) / _NUM_POINTS)
-    tokens = np.diff(lengths, prepend=0.0)
-    left = np.maximum(alive, 1.0)
+    full_s = queued * plan.workload.response_len * token_s(np.array([at_once]))[0]
     tail_s = (token_s(left) * left * tokens).sum()
     return StageTime(stage=stage.name, seconds=float(full_s + tail_s), deviation=deviation)
+
+
+def generation_seconds(plan: Plan, stage: Stage) -> Floats:
+    """[generation.CLASSES] seconds of a generate stage at data-sheet rates. What it takes is their sum, each times the
+    factor of its class: the same time as ``stage_time``'s, which interpolates between batches."""
+    at_once, queued, left, tokens = _batches(plan, stage)
+    engines = [serving_of_stage(plan, stage, float(batch)) for batch in (at_once, *left)]
+    weight = np.array([queued * plan.workload.response_len, *(left * tokens)])
+    found: Floats = weight @ class_seconds(engines)
+    return found
+
+
+def _batches(plan: Plan, stage: Stage) -> tuple[float, float, Floats, Floats]:
+    """(sequences that one engine decodes at once, those that wait for a place, sequences left in each part of the
+    tail, tokens that each of them decodes there)."""
+    samples = plan.workload.num_samples / stage.dp
+    at_once = min(samples, max(1.0, _tokens_held(plan, stage) / plan.workload.seq_len))
+    alive = at_once * (1 - np.arange(_NUM_POINTS) / _NUM_POINTS)
+    return at_once, samples - at_once, np.maximum(alive, 1.0), np.diff(_lengths(plan), prepend=0.0)
 
 
 def _tokens_held(plan: Plan, stage: Stage) -> int:

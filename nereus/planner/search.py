@@ -26,7 +26,7 @@ from nereus.ir.plan import Plan, Stage
 from nereus.models.memory.check import check_memory
 from nereus.models.memory.steady import COMMUNICATOR_BYTES, CONTEXT_BYTES
 from nereus.planner.calibration import Calibration
-from nereus.planner.candidates import Bytes, Candidates, Held, candidates
+from nereus.planner.candidates import Bytes, Candidates, Held, Serves, candidates
 from nereus.planner.rl_step import Order, order_of
 from nereus.planner.runs import Floats
 
@@ -58,12 +58,21 @@ class Searched:
     num_tried: int
 
 
-def search(plan: Plan, calibration: Calibration, *, count: int = 3, pinned: Collection[str] = ()) -> Searched:
+def search(
+    plan: Plan,
+    calibration: Calibration,
+    *,
+    count: int = 3,
+    pinned: Collection[str] = (),
+    serves: Serves | None = None,
+) -> Searched:
     """The best plans that fit, best first, at most ``count``; none is a better one with more keys written. The first
-    is exact. ``pinned``: stages whose processes stay as they are."""
+    is exact. ``pinned``: stages whose processes stay as they are. ``serves``: whether the job's program can serve a
+    stage in a layout (that of ``plan`` it can)."""
     owners = plan.owners()
     choices = {
-        owner.name: candidates(plan, owner, calibration, pinned=_is_pinned(plan, owner, pinned)) for owner in owners
+        owner.name: candidates(plan, owner, calibration, pinned=_is_pinned(plan, owner, pinned), serves=serves)
+        for owner in owners
     }
     state = _Search(plan=plan, choices=choices, room=_room(plan), count=count, order=order_of(plan))
     state.price_s = LEAST_GAIN * state.bound({})

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from nereus.ir.plan import Plan
 from nereus.passes.coarse import coarse
 from nereus.planner.calibration import Calibration
+from nereus.planner.candidates import Serves
 from nereus.planner.search import Found, Searched, search
 
 #: Plans asked of the search at first, and at most.
@@ -42,15 +43,22 @@ class Targets:
 
 
 def targets(
-    plan: Plan, calibration: Calibration, *, steps: int, count: int = 3, pinned: Collection[str] = ()
+    plan: Plan,
+    calibration: Calibration,
+    *,
+    steps: int,
+    count: int = 3,
+    pinned: Collection[str] = (),
+    serves: Serves | None = None,
 ) -> Targets:
-    """``steps``: RL steps that the job goes on for with these lengths and GPUs. ``plan`` runs now, or does not fit."""
+    """``steps``: RL steps that the job goes on for with these lengths and GPUs. ``plan`` runs now, or does not fit.
+    ``serves``: see ``search``."""
     num = max(count, _FIRST)
     while True:
-        searched = search(plan, calibration, count=num, pinned=pinned)
-        found = [_target(plan, searched, each, steps) for each in searched.best]
+        searched = search(plan, calibration, count=num, pinned=pinned, serves=serves)
+        found = [_target(plan, searched, each, steps, calibration) for each in searched.best]
         if searched.present is not None and all(any(target.found.changes.values()) for target in found):
-            found.append(_target(plan, searched, searched.present, steps))
+            found.append(_target(plan, searched, searched.present, steps, calibration))
         found.sort(key=lambda target: target.total_s)
         exact = len(searched.best) < num or steps * searched.best[-1].cost >= found[0].total_s
         if exact or num >= _MOST:
@@ -58,8 +66,8 @@ def targets(
         num *= 2
 
 
-def _target(plan: Plan, searched: Searched, found: Found, steps: int) -> Target:
-    stop_s = coarse(plan, found.plan).stop_s if any(found.changes.values()) else 0.0
+def _target(plan: Plan, searched: Searched, found: Found, steps: int, calibration: Calibration) -> Target:
+    stop_s = calibration.stops.stop_s(coarse(plan, found.plan)) if any(found.changes.values()) else 0.0
     gain = (searched.present.seconds if searched.present is not None else math.inf) - found.seconds
     if not stop_s or gain == math.inf:
         payback = 0.0
