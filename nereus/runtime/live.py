@@ -55,6 +55,9 @@ _POLL_S, _LONGEST_POLL_S = 0.0005, 0.005
 #: What a process holds or wants, or how to bind it.
 Side = Binding | Callable[[], Binding | None] | None
 
+#: What it holds may be several things, each with parts of tensors that others of them have too (chunks of files).
+Holding = Side | Sequence[Binding]
+
 #: How many moves a group has made: all its processes count alike.
 _counts: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
@@ -78,13 +81,13 @@ class _Word:
 class _Bound:
     """A part on its process's memory. ``sums``: of what is shared."""
 
-    program: Program
-    state: DeviceState
+    programs: tuple[Program, ...]
+    states: dict[Device, DeviceState]
     sums: Sums
 
 
 def move(
-    old: Side,
+    old: Holding,
     new: Side,
     tensors: Sequence[LogicalTensor],
     group: Any = None,
@@ -137,7 +140,7 @@ class Connections:
 
     def transport(self, move: Prepared, store: Any, name: str, deadline_s: float) -> Gloo:
         """Raises Fault where the processes do not find each other."""
-        process_of = {device: at for at, device in enumerate(move.part.devices)}
+        process_of = {device: at for at, own in enumerate(move.part.devices) for device in own}
         if self._kept is not None and self._kept.again(name, process_of):
             return self._kept
         made = Gloo(
@@ -166,7 +169,7 @@ class Prepared:
     keep their memory."""
 
     part: Part
-    program: Program
+    programs: tuple[Program, ...]
     memory: dict[tuple[Device, int], torch.Tensor]
     after: Binding | None
     rank: int
@@ -177,18 +180,19 @@ class Prepared:
         """All processes at once. ``name``: of this run, unique in the store. ``connections``: of an earlier run, or for
         a later one. Raises ExecutionFailed."""
         transport = (connections or Connections(keep=False)).transport(self, store, name, deadline_s)
-        device = self.program.device
-        state = DeviceState(device)
-        for spec in self.program.storages:
-            if spec.role == "old":
-                state.put(spec, self.memory[device, spec.id])
-        report = _execute({device: self.program}, {device: state}, self.memory, transport, deadline_s)
+        states = {program.device: DeviceState(program.device) for program in self.programs}
+        for program in self.programs:
+            for spec in program.storages:
+                if spec.role == "old":
+                    states[program.device].put(spec, self.memory[program.device, spec.id])
+        programs = {program.device: program for program in self.programs}
+        report = _execute(programs, states, self.memory, transport, deadline_s)
         _after([self.after] if self.after else [])
         return replace(report, dropped=self.part.dropped)
 
 
 def prepare_among(
-    old: Side,
+    old: Holding,
     new: Side,
     tensors: Sequence[LogicalTensor],
     *,
@@ -208,14 +212,13 @@ def prepare_among(
     Raises MoveError, the same in every process."""
     said = _Exchange(dist.PrefixStore(name, store), rank, size, deadline_s, stop)
     broken: Exception | None = None
-    before: Binding | None = None
+    before: tuple[Binding, ...] = ()
     after: Binding | None = None
     offer = Offer(socket.gethostname(), None, None)
     try:
-        before, after = _binding(old), _binding(new)
-        _check([before] if before else [], [after] if after else [])
-        held, wanted = before.state if before else None, after.state if after else None
-        offer = Offer(offer.host, held, wanted, tuple(drop), check_replicas)
+        before, after = _bindings(old), _binding(new)
+        _check(before, [after] if after else [])
+        offer = _offer(offer.host, before, after, drop, check_replicas)
     except Exception as error:
         broken, offer = error, replace(offer, fault=_text(error))
     own = "" if offer.fault else fingerprint(offer, tuple(tensors), model, gpu)
@@ -240,7 +243,7 @@ def prepare_among(
         raise MoveError(found)
     return Prepared(
         part=part,
-        program=bound.program,
+        programs=bound.programs,
         memory=memory,
         after=after,
         rank=rank,
@@ -268,6 +271,24 @@ def _compiled(said: _Exchange, offer: Offer, tensors: tuple[LogicalTensor, ...],
 
 def _binding(side: Side) -> Binding | None:
     return side() if callable(side) else side
+
+
+def _bindings(side: Holding) -> tuple[Binding, ...]:
+    if isinstance(side, Sequence):
+        return tuple(side)
+    found = _binding(side)
+    return () if found is None else (found,)
+
+
+def _offer(host: str, old: Sequence[Binding], new: Binding | None, drop: Sequence[str], check_replicas: bool) -> Offer:
+    return Offer(
+        host,
+        old[0].state if old else None,
+        new.state if new else None,
+        tuple(binding.state for binding in old[1:]),
+        tuple(drop),
+        check_replicas,
+    )
 
 
 def _check(old: Sequence[Binding], new: Sequence[Binding]) -> None:
@@ -331,7 +352,7 @@ class _Exchange:
 
 
 def move_here(
-    old: Sequence[Binding | None],
+    old: Sequence[Binding | Sequence[Binding] | None],
     new: Sequence[Binding | None],
     tensors: Sequence[LogicalTensor],
     *,
@@ -344,11 +365,9 @@ def move_here(
     BindError too, of any participant."""
     if len(old) != len(new) or not old:
         raise MoveError(f"{len(old)} old and {len(new)} new: every participant has an entry in both, None for nothing")
-    _check([a for a in old if a], [b for b in new if b])
-    offers = [
-        Offer("here", a.state if a else None, b.state if b else None, tuple(drop), check_replicas)
-        for a, b in zip(old, new, strict=True)
-    ]
+    held = [_bindings(each) for each in old]
+    _check([a for own in held for a in own], [b for b in new if b])
+    offers = [_offer("here", own, b, drop, check_replicas) for own, b in zip(held, new, strict=True)]
     parts = answers(offers, tuple(tensors), model, gpu)
     first = parts[0]
     if isinstance(first, str):
@@ -356,11 +375,12 @@ def move_here(
     programs: dict[Device, Program] = {}
     states: dict[Device, DeviceState] = {}
     memory: dict[tuple[Device, int], torch.Tensor] = {}
-    bound = [_bound(part, a, b, memory) for part, a, b in zip(parts, old, new, strict=True) if isinstance(part, Part)]
+    bound = [_bound(part, a, b, memory) for part, a, b in zip(parts, held, new, strict=True) if isinstance(part, Part)]
     if found := difference([each.sums for each in bound]):
         raise MoveError(found)
     for each in bound:
-        programs[each.program.device], states[each.program.device] = each.program, each.state
+        programs.update((program.device, program) for program in each.programs)
+        states.update(each.states)
     report = _execute(programs, states, memory, InProcess(), 60.0)
     _after([b for b in new if b])
     return replace(report, dropped=first.dropped)
@@ -387,26 +407,33 @@ def _execute(
 
 
 def _bound(
-    part: Part, old: Binding | None, new: Binding | None, memory: dict[tuple[Device, int], torch.Tensor]
+    part: Part, old: Sequence[Binding], new: Binding | None, memory: dict[tuple[Device, int], torch.Tensor]
 ) -> _Bound:
     """The part on this participant's memory, and the state that it starts from."""
-    program = part.program
-    found: dict[str, tuple[Binding, dict[tuple[str, str], Home]]] = {}
-    for role, binding in (("old", old), ("new", new)):
-        if binding is not None:
-            state = by_dtype(binding.state)
-            numel = [s.numel for s in state.storages]
-            found[role] = (binding, homes(primary_fragments(state)[0], numel))
-    home_of = {s.id: found[s.role][1][s.tensor, s.slot] for s in program.storages}
-    bound = relocate(program, home_of)
-    state_of = DeviceState(program.device)
-    for spec in bound.storages:
-        data = found[spec.role][0].memory[home_of[spec.id].storage]
-        memory[program.device, spec.id] = data
-        if spec.role == "old":
-            state_of.put(spec, data)
-    here = {spec.id: memory[program.device, spec.id] for spec in program.storages}
-    return _Bound(bound, state_of, sums(program, part.shared, home_of, here))
+    programs: list[Program] = []
+    states: dict[Device, DeviceState] = {}
+    shared: Sums = {}
+    for number, program in enumerate(part.programs):
+        sides = {"old": old[number] if number < len(old) else None, "new": new if number == 0 else None}
+        found: dict[str, tuple[Binding, dict[tuple[str, str], Home]]] = {}
+        for role, binding in sides.items():
+            if binding is not None:
+                state = by_dtype(binding.state)
+                numel = [s.numel for s in state.storages]
+                found[role] = (binding, homes(primary_fragments(state)[0], numel))
+        home_of = {s.id: found[s.role][1][s.tensor, s.slot] for s in program.storages}
+        bound = relocate(program, home_of)
+        state_of = states[program.device] = DeviceState(program.device)
+        for spec in bound.storages:
+            data = found[spec.role][0].memory[home_of[spec.id].storage]
+            memory[program.device, spec.id] = data
+            if spec.role == "old":
+                state_of.put(spec, data)
+        here = {spec.id: memory[program.device, spec.id] for spec in program.storages}
+        if number == 0:
+            shared = sums(program, part.shared, home_of, here)
+        programs.append(bound)
+    return _Bound(tuple(programs), states, shared)
 
 
 def _after(new: Sequence[Binding]) -> None:

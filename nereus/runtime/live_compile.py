@@ -35,11 +35,13 @@ class MoveError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What one process brings: its machine, what it holds and what it wants, and what it says of the move."""
+    """What one process brings: its machine, what it holds and what it wants, and what it says of the move. ``more``:
+    what it holds beside ``old``, where that has parts of one tensor in several places."""
 
     host: str
     old: RankState | None
     new: RankState | None
+    more: tuple[RankState, ...] = ()
     drop: tuple[str, ...] = ()
     check_replicas: bool = True
     fault: str = ""  # why it cannot take part
@@ -47,10 +49,12 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One process's part of a compiled move. ``shared``: what it has in common with others, to be compared."""
+    """One process's part of a compiled move. ``programs``: its own, then one for each of ``Offer.more``, which takes
+    part like a process; ``devices``: of every process, in the same order. ``shared``: what it has in common with
+    others, to be compared."""
 
-    program: Program
-    devices: tuple[Device, ...]
+    programs: tuple[Program, ...]
+    devices: tuple[tuple[Device, ...], ...]
     shared: tuple[Region, ...]
     dropped: tuple[tuple[str, int], ...]
 
@@ -93,30 +97,35 @@ def answers(offers: Sequence[Offer], tensors: tuple[LogicalTensor, ...], model: 
 
 def _compile(offers: Sequence[Offer], tensors: tuple[LogicalTensor, ...], model: str, gpu: str) -> Iterable[Part]:
     devices = _devices(offers)
-    topology = _topology(devices, gpu_type(gpu))
+    topology = _topology([device for own in devices for device in own], gpu_type(gpu))
     sides: list[tuple[StateSet, ...]] = []
-    for side in ("old", "new"):
-        members = [(d, s) for d, s in zip(devices, (getattr(o, side) for o in offers), strict=True) if s is not None]
+    for side in _SIDES:
+        members = [
+            (device, state)
+            for own, offer in zip(devices, offers, strict=True)
+            for device, state in zip(own, _states(offer, side), strict=False)
+            if state is not None
+        ]
         sides.append((_state_set(side, members, tensors, model),) if members else ())
     old, new = (Holdings(sets=sets) for sets in sides)
     if not new.sets:
         raise DescriptionError("no process wants anything")
     if not old.sets:
         raise DescriptionError("no process holds anything")
-    exchange = compile_exchange(old, new, topology, origin=repr([(o.old, o.new) for o in offers]).encode())
+    exchange = compile_exchange(old, new, topology, origin=repr([(o.old, o.more, o.new) for o in offers]).encode())
     dropped = _dropped(offers, tensors)
     check = all(o.check_replicas for o in offers)
     index = topology.index()
-    for device in devices:
-        number = index[device]
-        shared = replicated_regions(exchange, number) if check else ()
-        yield Part(emit_program(exchange, number), devices, shared, dropped)
+    for own in devices:
+        shared = replicated_regions(exchange, index[own[0]]) if check else ()
+        programs = tuple(emit_program(exchange, index[device]) for device in own)
+        yield Part(programs, devices, shared, dropped)
 
 
 def _dropped(offers: Sequence[Offer], tensors: Sequence[LogicalTensor]) -> tuple[tuple[str, int], ...]:
     """(slot, how many tensors have elements of it that nobody wants). MoveError for those that nobody said to drop,
     and for parts of a tensor that nobody describes at all."""
-    held, wanted = (_covered([state for o in offers if (state := getattr(o, side)) is not None]) for side in _SIDES)
+    held, wanted = (_covered([s for o in offers for s in _states(o, side) if s is not None]) for side in _SIDES)
     shapes = {tensor.name: matrix_shape(tensor.shape) for tensor in tensors}
     said = {slot for o in offers for slot in o.drop}
     gone: dict[str, list[str]] = {}
@@ -173,14 +182,19 @@ def _covered(states: Sequence[RankState]) -> dict[tuple[str, str], set[Box]]:
     return {key: boxes(parts.values()) for key, parts in fragments.items()}
 
 
-def _devices(offers: Sequence[Offer]) -> tuple[Device, ...]:
+def _states(offer: Offer, side: str) -> tuple[RankState | None, ...]:
+    return (offer.old, *offer.more) if side == "old" else (offer.new,)
+
+
+def _devices(offers: Sequence[Offer]) -> tuple[tuple[Device, ...], ...]:
     names = {host: f"n{number}" for number, host in enumerate(dict.fromkeys(o.host for o in offers))}
     counts: dict[str, int] = {}
     found = []
     for offer in offers:
         node = names[offer.host]
-        found.append(Device(node, counts.get(node, 0)))
-        counts[node] = counts.get(node, 0) + 1
+        first = counts.get(node, 0)
+        counts[node] = first + 1 + len(offer.more)
+        found.append(tuple(Device(node, first + number) for number in range(1 + len(offer.more))))
     return tuple(found)
 
 

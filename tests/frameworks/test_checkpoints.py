@@ -20,12 +20,14 @@ from nereus.ir.arch import Arch  # noqa: E402
 from nereus.ir.fragment import Fragment, RankState, fragments_of  # noqa: E402
 from nereus.models.naming.base import Where  # noqa: E402
 from nereus.models.naming.hf import HfNaming  # noqa: E402
-from nereus.runtime.adapters import dcp, dcp_job, dcp_write, safetensors_files, safetensors_write  # noqa: E402
+from nereus.models.tensors import logical_tensors  # noqa: E402
+from nereus.runtime.adapters import dcp, dcp_job, dcp_state, dcp_write, safetensors_files, safetensors_write  # noqa: E402
 from nereus.runtime.adapters.base import Binding, BindingBuilder  # noqa: E402
 from nereus.runtime.adapters.boxes import chunk_fragments  # noqa: E402
 from nereus.runtime.adapters.fsdp2 import Fsdp2  # noqa: E402
 from nereus.runtime.adapters.regions import copy_regions, logical_shapes  # noqa: E402
 from nereus.runtime.adapters.whole import Whole, gather  # noqa: E402
+from nereus.runtime.live import move  # noqa: E402
 
 FAMILIES = ["llama", "qwen2", "mixtral", "qwen3_moe", "deepseek_v3"]
 TIED = {"tie_word_embeddings": True}
@@ -271,6 +273,7 @@ def _read(rank: int, world_size: int, family: str, more: dict[str, Any], folder:
         partition = flat(shapes, ("weight", "exp_avg", "exp_avg_sq"), rank, world_size)
         copy_regions(dcp.bind(f"{folder}/{flatten}", naming, wanted=partition.state).binding, partition)
         results.append(gather(everyone(partition), shapes))
+        results.append(_moved(f"{folder}/{flatten}", f"{folder}/moved-{flatten}", family, more, rank, world_size))
     # Who goes on from where: torch from torch's, torch from ours, our adapter from either.
     after = []
     for name in ("False", "ours"):
@@ -295,6 +298,38 @@ def _read(rank: int, world_size: int, family: str, more: dict[str, Any], folder:
         after.append(one_more(arch, model, optimizer, rank))
     assert all(equal(found, after[0]) for found in after) and not equal(after[0], results[0])
     return results if rank == 0 else None
+
+
+def _moved(folder: str, target: str, family: str, more: dict[str, Any], rank: int, world_size: int) -> Whole:
+    """Their chunks by a compiled move into an FSDP2 job; from there by another into a folder, which torch loads."""
+    import torch.distributed.checkpoint as torch_dcp
+
+    arch = hf_models.arch(family, **more)
+    naming, tensors = HfNaming(arch=arch), logical_tensors(arch)
+    live = bind_job(arch, *train(family, 10, 0, **more), rank)
+    holding, chunks = dcp_state.sources(Path(folder), naming, rank, world_size, verify=True)
+    assert len(chunks) > 1 and not holding.unread
+    report = move(chunks, live, tensors)
+    assert sum(received for _, received in report.received) > 0
+    kinds = {(f.tensor, f.slot): "fp32" for binding in everyone(live) for f in binding.state.fragments}
+    parameters = dcp_state.parameters(naming, kinds)
+    if rank == 0:
+        Path(target).mkdir()
+    torch.distributed.barrier()
+    sink = dcp_state.Sink.lay_out(Path(target), rank, dcp_state.shares(parameters, world_size)[rank])
+    move(live, sink.binding, tensors)
+    stored: list[Any] = [None] * world_size
+    torch.distributed.all_gather_object(stored, sink.finish())
+    if rank == 0:
+        dcp_state.write_metadata(Path(target), [one for own in stored for one in own], {})
+    torch.distributed.barrier()
+    peer, optimizer = train(family, 11, 0, **more)
+    state = nested(peer, optimizer, False)
+    del state["optim"]["param_groups"]
+    for slots in state["optim"]["state"].values():
+        slots.pop("step", None)
+    torch_dcp.load(state, checkpoint_id=target)
+    return gather(everyone(bind_job(arch, peer, optimizer, rank)), logical_shapes(arch))
 
 
 def flat(shapes: dict[str, tuple[int, int]], slots: Any, rank: int, world_size: int) -> Binding:
@@ -327,7 +362,7 @@ def test_from_four_ranks_to_fewer(tmp_path: Path, family: str, more: dict[str, A
     expected = run(4, _save, family, more, str(tmp_path), timeout=300)[0]
     assert {slot for _, slot in expected} == {"weight", "exp_avg", "exp_avg_sq"}
     found = run(ranks, _read, family, more, str(tmp_path), timeout=300)[0]
-    assert len(found) == 8
+    assert len(found) == 10
     for whole in found:
         assert equal(whole, expected)
 

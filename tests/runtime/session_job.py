@@ -150,9 +150,11 @@ def main(
     rehearsals: dict[int, int] | None = None,
     saves: dict[int, str] | None = None,
     restore: str = "",
+    form: str = "safetensors",
+    loop: dict[str, Any] | None = None,
 ) -> None:
     """``changes``: after step s to plan number p. ``fault``: {"device", "phase" | "step", "kind", "epoch"}.
-    ``restore``: a checkpoint to begin from; ``saves``: after step s to a checkpoint.
+    ``restore``: a checkpoint to begin from; ``saves``: after step s to a checkpoint of ``form``.
     ``rehearsals``: after step s of plan number p, before the change.
     ``requests``: after step s one process asks for plan number p, to be served at that boundary or the next.
     ``fallback``: plans to try after a loss: the first that needs no lost device."""
@@ -210,7 +212,7 @@ def main(
     log: list[str] = []
     compiled = _counted()
     try:
-        job.start({"step": 0})
+        job.start(loop or {"step": 0})
         if restore:
             job.restore(restore)
         while job.loop["step"] < steps:
@@ -237,7 +239,7 @@ def main(
                 if (path := (saves or {}).get(step)) is not None:
                     if fault is not None and fault.get("save") and device == fault["device"]:
                         safetensors_state.Sink.finish = lambda _: strike("kill")  # type: ignore[method-assign]
-                    log.append(f"saved {job.checkpoint(path)} bytes at {step}")
+                    log.append(f"saved {job.checkpoint(path, form)} bytes at {step}")
                 if (number := (rehearsals or {}).get(step)) is not None:
                     phases = job.rehearse(plans[number]).phases_s
                     log.append(f"rehearsed at {step}: {' '.join(phases)}; compiled {len(compiled)}")

@@ -3,6 +3,9 @@ what a run without any of it has. Damage is found, and a save that fails leaves 
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +14,12 @@ import pytest
 
 pytest.importorskip("torch")
 
-from runtime.session_job import ARCH
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from runtime.session_job import ARCH, train, unmoved
 from runtime.test_session import DP2, ENGINE_TP1, ENGINE_TP2, ONE, TP2, TP4, UNEVEN, good, run
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from nereus.models.tensors import logical_tensors
 from nereus.runtime.adapters.base import BindError
@@ -35,6 +42,7 @@ def saved_bytes(results: list[Any]) -> list[int]:
 
 
 @pytest.mark.procs
+@pytest.mark.parametrize("form", ["safetensors", "dcp"])
 @pytest.mark.parametrize(
     ("first", "second", "third"),
     [((TP2, 2), (UNEVEN, 3), (ONE, 1)), ((ONE, 1), (DP2, 4), (TP4, 4)), ((ENGINE_TP2, 4), (ENGINE_TP1, 4), (TP2, 2))],
@@ -45,6 +53,7 @@ def test_n_to_m_to_k(
     first: tuple[int, int],
     second: tuple[int, int],
     third: tuple[int, int],
+    form: str,
 ) -> None:
     names = ("tp2", "tp2 dp2", "pp2", "tp4", "uneven", "one", "dp4", "", "", "engine tp2", "engine tp1")
     checkpoint = str(tmp_path / "checkpoint")
@@ -55,7 +64,15 @@ def test_n_to_m_to_k(
         more: dict[str, Any] = {"restore": checkpoint} if turn else {}
         saves = {2 * turn + 1: checkpoint}
         results = run(
-            processes, folder, first=number, devices=devices, expect=devices, steps=2 * turn + 2, saves=saves, **more
+            processes,
+            folder,
+            first=number,
+            devices=devices,
+            expect=devices,
+            steps=2 * turn + 2,
+            saves=saves,
+            form=form,
+            **more,
         )
         good(results, names[number], devices)
         sizes = saved_bytes(results)
@@ -63,6 +80,53 @@ def test_n_to_m_to_k(
         assert len(sizes) == devices
         assert sum(sizes) == whole
         assert max(sizes) < whole / devices * 1.5
+        if form == "dcp":
+            assert_torch_loads(tmp_path / "checkpoint" / "actor.train", 2 * turn + 2)
+
+
+def assert_torch_loads(folder: Path, steps: int) -> None:
+    """Through torch's own ``dcp.load`` and ``set_state_dict``: what an unmoved run has after so many steps."""
+    theirs, ours = unmoved(0), unmoved(steps)
+    train(theirs, 0)  # an optimizer has no slots before
+    model, optim = get_state_dict(theirs.module, theirs.optimizer)
+    state = {"model": model, "optim": optim}
+    torch_dcp.load(state, checkpoint_id=folder, no_dist=True)
+    set_state_dict(theirs.module, theirs.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    assert theirs.optimizer is not None and ours.optimizer is not None
+    for mine, other in zip(theirs.module.parameters(), ours.module.parameters(), strict=True):
+        assert torch.equal(mine, other)
+        have, want = theirs.optimizer.state[mine], ours.optimizer.state[other]
+        assert have.keys() == want.keys() and all(torch.equal(have[key], want[key]) for key in want)
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("grid", [(4, 1), (2, 2)], ids=["rows", "grid"])
+def test_a_folder_that_torch_wrote_of_sharded_state(
+    processes: LocalProcesses, tmp_path: Path, grid: tuple[int, int]
+) -> None:
+    """Four ranks of torch's, whose DTensors are cut in rows, or in rows and columns, by ``dcp.save``; three processes
+    in another layout go on from it. Then one, after a byte of what they wrote was damaged."""
+    folder, saved = tmp_path / "torch", tmp_path / "ours"
+    command = [sys.executable, str(Path(__file__).with_name("dcp_child.py")), str(folder), *map(str, grid), "2"]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+    store = tmp_path / "store"
+    children = [subprocess.Popen([*command, str(rank), str(store)], env=environ) for rank in range(4)]
+    assert [child.wait(timeout=120) for child in children] == [0] * 4
+    metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
+    assert max(len(m.chunks) for m in metadata.values() if hasattr(m, "chunks")) == 4
+    folders = [tmp_path / f"{tmp_path.name}-{turn}" for turn in range(2)]
+    for each in folders:
+        each.mkdir()
+    words = {"restore": str(folder), "saves": {1: str(saved)}, "form": "dcp", "loop": {"step": 2}, "steps": 4}
+    results = run(processes, folders[0], first=UNEVEN, devices=3, expect=3, **{**words, "saves": {3: str(saved)}})
+    good(results, "uneven", 3)
+    assert_torch_loads(saved / "actor.train", 4)
+    damaged = saved / "actor.train" / "__1_0.distcp"
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    results = run(processes, folders[1], first=ONE, devices=1, expect=1, steps=5, restore=str(saved))
+    assert "are not what was written" in results[0]["text"], results
 
 
 @pytest.mark.procs

@@ -14,6 +14,7 @@ from __future__ import annotations
 import io
 import mmap
 import re
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
@@ -83,14 +84,17 @@ def bind(
     rank: int = 0,
     weight_slot: str = "weight",
     wanted: RankState | None = None,
+    share: tuple[int, int] | None = None,
+    verify: bool = False,
     model_prefixes: Sequence[str] = MODEL_PREFIXES,
     optimizer_prefixes: Sequence[str] = OPTIMIZER_PREFIXES,
     ignore: Sequence[str] = (),
     allow_missing: Sequence[str] = (),
 ) -> Holding:
     """``weight_slot``: what the stored parameters are (FSDP's fp32 parameters may be a job's master weights).
-    ``wanted``: open only chunks that meet these regions (None: all). ``ignore``: patterns of keys that are none of
-    this model; ``allow_missing``: of logical tensors whose weights may be absent.
+    ``wanted``: open only chunks that meet these regions (None: all); ``share``: (rank, size), only this process's even
+    part of them. ``verify``: read what is opened once, against the checksums of its streams. ``ignore``: patterns of
+    keys that are none of this model; ``allow_missing``: of logical tensors whose weights may be absent.
 
     BindError names every key that is not understood, wrong shape, truncated file or missing element, with the numbers.
     """
@@ -116,9 +120,9 @@ def bind(
     builder.derived.extend(derived)
     files = Files(folder)
     regions = None if wanted is None else _regions(wanted)
-    for chunk in chunks:
+    for chunk in chunks if share is None else _share(chunks, *share):
         if regions is None or _meets(chunk, regions):
-            _open(builder, files, chunk)
+            _open(builder, files, chunk, verify=verify)
     holding = Holding(
         binding=builder.finish(),
         parameters=reader.parameters,
@@ -309,8 +313,20 @@ def _meets(chunk: _Chunk, regions: dict[Key, list[Rect]]) -> bool:
     )
 
 
-def _open(builder: BindingBuilder, files: Files, chunk: _Chunk) -> None:
+def _share(chunks: Sequence[_Chunk], rank: int, size: int) -> Iterator[_Chunk]:
+    """Large ones first, each to whoever has least; the same in all processes."""
+    loads = [0] * size
+    for chunk in sorted(chunks, key=lambda c: (-c.place.length, c.key, c.place.relative_path, c.place.offset)):
+        least = loads.index(min(loads))
+        loads[least] += chunk.place.length
+        if least == rank:
+            yield chunk
+
+
+def _open(builder: BindingBuilder, files: Files, chunk: _Chunk, *, verify: bool) -> None:
     data = files.tensor(chunk.place, chunk.key, chunk.dtype, chunk.sizes)
+    if verify:
+        files.verify(chunk.place, chunk.key)
     storage = builder.storage(f"{chunk.place.relative_path}:{chunk.place.offset}:{chunk.key}", data, host=True)
     builder.fragments.extend(replace(fragment, storage=storage) for fragment in chunk.fragments)
 
@@ -337,6 +353,16 @@ class Files:
 
     def load(self, place: Any) -> object:
         return torch.load(self.stream(place), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+
+    def verify(self, place: Any, key: str) -> None:
+        """BindError where a part of the stream is not what its own checksum says."""
+        try:
+            with zipfile.ZipFile(self.stream(place)) as parts:
+                wrong = parts.testzip()
+        except zipfile.BadZipFile as error:
+            wrong = str(error)
+        if wrong is not None:
+            raise BindError(f"{place.relative_path}: the bytes of {key} are not what was written ({wrong})")
 
     def tensor(self, place: Any, key: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
         """The chunk's elements in their own order, 1-D, in the file's mapping."""

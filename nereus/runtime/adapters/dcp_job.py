@@ -59,6 +59,12 @@ def entries_of(
     return found
 
 
+def has_entries(job_state: Mapping[str, Any]) -> bool:
+    """Whether the optimizer's state is told by tensors, as torch's own state dict tells it."""
+    state = job_state.get("optimizer")
+    return not state or {"groups", "tensors", "scalar_kinds"} <= set(state)
+
+
 def _same(entry: Mapping[str, Any]) -> tuple[Any, Any]:
     return entry["group"], entry["scalars"]
 

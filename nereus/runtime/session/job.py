@@ -38,7 +38,7 @@ from nereus.runtime.faults import (
 )
 from nereus.runtime.live import ALL, Connections, MoveError, Prepared, prepare_among
 from nereus.runtime.session.change import COMMIT, REHEARSED, Built, Change, OnPhase, Outcome, tensors_of
-from nereus.runtime.session.checkpoint import Storage
+from nereus.runtime.session.checkpoint import FORMS, SAFETENSORS, Storage
 from nereus.runtime.session.controller import said_by
 from nereus.runtime.session.journal import Journal
 from nereus.runtime.session.lead import Lead, Spawn, names
@@ -235,16 +235,20 @@ class Job:
             new.finish({**new.job_state(), "version": self.version})
         return report.received_bytes
 
-    def checkpoint(self, path: str | os.PathLike[str]) -> int:
+    def checkpoint(self, path: str | os.PathLike[str], form: str = SAFETENSORS) -> int:
         """Write the job's state, between two steps, in all processes of the plan: compiled moves into files, a share
-        for each process. The number of bytes that this one wrote. Raises Fault; then an older checkpoint is still
-        there."""
-        return self._storage().save(Path(path), self.loop)
+        for each process. ``form``: "safetensors", or "dcp", a folder for each stage that torch.distributed.checkpoint
+        reads. The number of bytes that this one wrote. Raises Fault; then an older checkpoint is still there."""
+        if form not in FORMS:
+            raise ValueError(f"a checkpoint is written as {' or '.join(FORMS)}, not {form}")
+        return self._storage().save(Path(path), self.loop, form)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """After ``start``, in all processes of the plan, whatever plan the checkpoint was written in: the objects'
-        state and ``loop``. All of them must see ``path``. Raises Fault; the objects are then not to be used."""
-        self.loop = self._storage().load(Path(path))
+        state and ``loop``. A folder that torch.distributed.checkpoint wrote of the trained model is read too, and
+        leaves ``loop`` as it is. All must see ``path``. Raises Fault; the objects are then not to be used."""
+        loop = self._storage().load(Path(path))
+        self.loop = self.loop if loop is None else loop
         self._touched = False
         if self._keep:
             self._snapshots[:] = [copied(self._kept(), dict(self.loop), self.version)]

@@ -1,0 +1,39 @@
+"""One of four ranks that save the tests' model by torch alone: ``dcp_child.py FOLDER ROWS COLUMNS STEPS RANK STORE``.
+
+All tensors are DTensors over a mesh of ROWS x COLUMNS, cut by rows over its first axis, and matrices by columns over
+its second; weights and moments are those of the unmoved run after so many steps."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
+from runtime.session_job import unmoved
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+
+def main(folder: str, rows: int, columns: int, steps: int, rank: int, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, 4), rank=rank, world_size=4)
+    mesh = DeviceMesh("cpu", torch.arange(4).reshape(rows, columns))
+    adapter = unmoved(steps)
+    assert adapter.optimizer is not None
+    model, optim = get_state_dict(adapter.module, adapter.optimizer)
+
+    def cut(value: torch.Tensor) -> torch.Tensor:
+        second = Shard(1) if columns > 1 and value.dim() > 1 else Replicate()
+        return distribute_tensor(value, mesh, [Shard(0), second])
+
+    model = {name: cut(value) for name, value in model.items()}
+    for slots in optim["state"].values():
+        slots.update({key: cut(value) for key, value in slots.items() if value.dim()})
+    torch_dcp.save({"model": model, "optim": optim}, checkpoint_id=folder)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:6]), sys.argv[6])
