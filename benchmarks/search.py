@@ -11,22 +11,30 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import random
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from nereus.ir.plan import Plan
+import numpy as np
+
+from nereus.ir.cluster import Device
+from nereus.ir.plan import Plan, Stage
 from nereus.lang.api import resolve_text
 from nereus.models.memory import check_memory
-from nereus.models.memory.neighbours import members
 from nereus.planner.calibration import Calibration, calibrate
 from nereus.planner.candidates import choices_of
+from nereus.planner.limits import Limits
 from nereus.planner.rl_step import order_of, stage_time
 from nereus.planner.search import LEAST_GAIN, search
 
 SIZES = (16, 64, 1024)
+#: Placements are tried one by one where there are about as few.
+_FEW = 16
 
 
 def random_plan(rng: random.Random) -> Plan:
@@ -58,46 +66,90 @@ def random_plan(rng: random.Random) -> Plan:
     return result.plan
 
 
-def brute_force(plan: Plan, calibration: Calibration) -> float | None:
-    """Cost of the best plan that fits; None where none does."""
-    order, options = order_of(plan), []
-    for owner in plan.owners():
-        found = [(choice.changes, choice.alone) for choice in choices_of(plan, owner)]
-        names = [stage.name for stage in members(plan, owner)]
-        options.append(
-            [
-                (changes, alone, {name: stage_time(alone, alone.stage(name), calibration).seconds for name in names})
-                for changes, alone in found
-            ]
+@dataclass(frozen=True)
+class Option:
+    """One layout of one owner on certain GPUs; the keys of both count."""
+
+    num_keys: int
+    alone: Plan
+    seconds: dict[str, float]
+
+
+def options_of(plan: Plan, owner: Stage, calibration: Calibration, *, moved: bool) -> list[Option]:
+    found = []
+    for choice in choices_of(plan, owner, moved=moved):
+        alone = choice.alone
+        times = {stage.name: stage_time(alone, stage, calibration).seconds for stage in alone.stages}
+        found.append(Option(sum(text.count("=") for text in choice.changes.values()) + moved, alone, times))
+    return found
+
+
+def brute_force(plan: Plan, calibration: Calibration, *, move: bool) -> float | None:
+    """Cost of the best plan that fits; None where none does. ``move``: owners on any runs of neighbouring GPUs, each
+    two of them on the same or on different ones."""
+    known: dict[tuple[str, tuple[Device, ...]], list[Option]] = {}
+    wholes, fastest_s = [], math.inf
+    for devices in _placements(plan) if move else [{owner.name: owner.devices for owner in plan.owners()}]:
+        put, options = _put(plan, devices), []
+        for owner in put.owners():
+            key = (owner.name, owner.devices)
+            if key not in known:
+                moved = owner.devices != plan.stage(owner.name).devices
+                known[key] = options_of(put, owner, calibration, moved=moved)
+            options.append(known[key])
+        if all(options):
+            order = order_of(put)
+            fastest = {n: min(o.seconds[n] for o in of_owner) for of_owner in options for n in of_owner[0].seconds}
+            fastest_s = min(fastest_s, max(order.ends(fastest).values()))
+            wholes.append((put, order, options))
+    price_s, ranked = LEAST_GAIN * fastest_s, []
+    for number, (_, order, options) in enumerate(wholes):
+        shape = tuple(len(of_owner) for of_owner in options)
+        at = np.indices(shape).reshape(len(shape), -1)
+        times = {
+            name: np.array([o.seconds[name] for o in of_owner])[column]
+            for of_owner, column in zip(options, at, strict=True)
+            for name in of_owner[0].seconds
+        }
+        keys = sum(
+            np.array([o.num_keys for o in of_owner])[column] for of_owner, column in zip(options, at, strict=True)
         )
-    fastest: dict[str, float] = {}
-    for of_owner in options:
-        for name in of_owner[0][2]:
-            fastest[name] = min(times[name] for _, _, times in of_owner)
-    price = LEAST_GAIN * max(order.ends(fastest).values())
-    ranked = []
-    for combination in itertools.product(*options):
-        times = {name: s for _, _, of_owner in combination for name, s in of_owner.items()}
-        num_keys = sum(text.count("=") for changes, _, _ in combination for text in changes.values())
-        ranked.append((max(order.ends(times).values()) + price * num_keys, [changed for _, changed, _ in combination]))
-    for cost, parts in sorted(ranked, key=lambda item: item[0]):
-        by_name = {stage.name: stage for part in parts for stage in part.stages}
-        whole = _with_stages(plan, by_name)
-        if not any(d.severity.value == "error" for d in check_memory(whole)):
-            return cost
+        costs = order.last_ends(times) + price_s * keys
+        ranked.append((costs, np.full(len(costs), number), np.arange(len(costs))))
+    if not ranked:
+        return None
+    costs, whole, combination = (np.concatenate(column) for column in zip(*ranked, strict=True))
+    for row in np.argsort(costs, kind="stable").tolist():
+        put, _, options = wholes[whole[row]]
+        places = np.unravel_index(combination[row], tuple(len(of_owner) for of_owner in options))
+        chosen = [of_owner[int(at)] for of_owner, at in zip(options, places, strict=True)]
+        by_name = {stage.name: stage for option in chosen for stage in option.alone.stages}
+        tried = replace(put, stages=tuple(by_name[stage.name] for stage in put.stages))
+        if not any(d.severity.value == "error" for d in check_memory(tried)):
+            return float(costs[row])
     return None
 
 
-def _with_stages(plan: Plan, by_name: dict[str, object]) -> Plan:
-    from dataclasses import replace
+def _placements(plan: Plan) -> Iterator[dict[str, tuple[Device, ...]]]:
+    devices = plan.cluster.devices
+    runs = [devices[a:b] for a in range(len(devices)) for b in range(a + 1, len(devices) + 1)]
+    names = [owner.name for owner in plan.owners()]
+    for chosen in itertools.product(runs, repeat=len(names)):
+        if all(a == b or set(a).isdisjoint(b) for a, b in itertools.combinations(chosen, 2)):
+            yield dict(zip(names, chosen, strict=True))
 
-    return replace(plan, stages=tuple(by_name[stage.name] for stage in plan.stages))  # type: ignore[misc]
+
+def _put(plan: Plan, devices: dict[str, tuple[Device, ...]]) -> Plan:
+    def of(stage: Stage) -> tuple[Device, ...]:
+        return devices[stage.name if stage.with_ is None else stage.with_]
+
+    return replace(plan, stages=tuple(replace(stage, devices=of(stage), place=None) for stage in plan.stages))
 
 
-def agrees(plan: Plan, calibration: Calibration) -> tuple[float | None, float | None]:
+def agrees(plan: Plan, calibration: Calibration, *, move: bool = False) -> tuple[float | None, float | None]:
     """(cost that the search finds, cost of the best there is)."""
-    found = search(plan, calibration, count=1)
-    return (found.best[0].cost if found.best else None), brute_force(plan, calibration)
+    found = search(plan, calibration, count=1, limits=Limits(move=move))
+    return (found.best[0].cost if found.best else None), brute_force(plan, calibration, move=move)
 
 
 def pool(num_gpus: int) -> Plan:
@@ -128,22 +180,26 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     calibration = calibrate(())
-    num, wrong, none = (500 if args.full else 40), 0, 0
+    num, wrong, none, moving = (500 if args.full else 40), 0, 0, 0
     for number in range(num):
-        found, best = agrees(random_plan(random.Random(f"{args.seed} {number}")), calibration)
-        none += best is None
+        plan = random_plan(random.Random(f"{args.seed} {number}"))
+        move = len(plan.cluster.devices) ** len(plan.owners()) <= _FEW
+        found, best = agrees(plan, calibration, move=move)
+        none, moving = none + (best is None), moving + move
         if (found is None) != (best is None) or (best is not None and abs(found - best) > 1e-9 * best):  # type: ignore[operator]
             wrong += 1
             print(f"setting {number}: found {found}, best {best}")
-    print(f"{num} settings, {none} of them without a plan that fits: {num - wrong} times the best was found")
-    print("GPUs   CPU s   candidates   branches")
-    for size in SIZES:
-        plan = pool(size)
-        search(plan, calibration, count=1)
+    print(f"{num} settings, {moving} of them with other GPUs for each stage, {none} without a plan that fits:")
+    print(f"{num - wrong} times the best was found")
+    print("GPUs  placements   CPU s   candidates   branches")
+    for size, move in itertools.product(SIZES, (False, True)):
+        plan, limits = pool(size), Limits(move=move)
+        search(plan, calibration, count=1, limits=limits)
         start = time.process_time()
-        searched = search(plan, calibration, count=1)
+        searched = search(plan, calibration, count=1, limits=limits)
         seconds = time.process_time() - start
-        print(f"{size:5}  {seconds:6.3f}  {sum(searched.num_candidates.values()):11}  {searched.num_tried:9}")
+        candidates = sum(searched.num_candidates.values())
+        print(f"{size:5}  {'all' if move else 'present':>10}  {seconds:6.3f}  {candidates:11}  {searched.num_tried:9}")
 
 
 if __name__ == "__main__":

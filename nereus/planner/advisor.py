@@ -23,7 +23,7 @@ from statistics import fmean, median
 
 from nereus.ir.plan import Plan
 from nereus.planner.calibration import Calibration
-from nereus.planner.candidates import Serves
+from nereus.planner.limits import Limits, Serves
 from nereus.planner.search import Found
 from nereus.planner.targets import Target, targets
 
@@ -80,8 +80,7 @@ class Advisor:
         self.plan = plan
         self.calibration = calibration
         self.settings = settings
-        self.pinned = tuple(pinned)
-        self.serves = serves
+        self.limits = Limits(pinned=frozenset(pinned), serves=serves)
         self.observe_only = observe_only
         self.log: list[Decision] = []
         self._reference = float(plan.workload.response_len)
@@ -140,10 +139,7 @@ class Advisor:
         self._reference = response_len  # whatever comes of it
         trigger = "memory" if not fits else "drift"
         horizon = max(1, round(self.horizon_steps))
-        found = targets(
-            now, self.calibration, steps=horizon, count=self.settings.num_targets, pinned=self.pinned,
-            serves=self.serves,
-        )  # fmt: skip
+        found = targets(now, self.calibration, steps=horizon, count=self.settings.num_targets, limits=self.limits)
         if not found.best:
             return stay(trigger, "no layout fits at these lengths: fewer samples, recomputation or a checkpoint remain")
         chosen = self._admitted(found.best, urgent=not fits, response_len=response_len)

@@ -2,29 +2,30 @@
 
 Degrees are all that the front end would accept; a training stage also tries micro-batches, recomputation and ZeRO
 levels. A candidate that another beats in every respect (the time of each of its stages, the bytes on each GPU while
-each runs and while none does, the keys to write) can be part of no best plan and is passed over. Bytes are counted when
-they are asked for: most candidates are too slow to be looked at.
+each runs and while none does, those in host memory, the keys to write) can be part of no best plan and is passed over.
+Bytes are counted when they are asked for: most candidates are too slow to be looked at.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from operator import attrgetter
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nereus.ir.cluster import Device
 from nereus.ir.plan import Plan, Stage
 from nereus.models.batch import legal_micro_batches
 from nereus.models.legality import legal_ep
 from nereus.models.memory.neighbours import at_degrees, enough_replicas, members
 from nereus.models.memory.state import pipeline_index_of_ranks
-from nereus.models.memory.steady import idle_bytes, mem_bytes_of, running_bytes
+from nereus.models.memory.steady import host_bytes, idle_bytes, mem_bytes_of, running_bytes
 from nereus.planner.calibration import Calibration
+from nereus.planner.limits import NO_LIMITS, Limits
 from nereus.planner.rl_step import stage_seconds
 from nereus.planner.stage_runs import Settings
 
@@ -35,11 +36,11 @@ _LARGEST_MICRO_BATCH = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """Bytes in the order of ``devices``, contexts apart: while each stage runs, and while none does."""
+    """Bytes of every rank, contexts apart: on its GPU while each stage runs and while none does, and in host memory."""
 
-    devices: tuple[Device, ...]
     running: Mapping[str, Bytes]
     idle: Bytes
+    host: Bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +68,17 @@ class Candidate:
     seconds: Mapping[str, float]
 
     def change(self, plan: Plan) -> Plan:
+        """``plan`` with these stages, on the GPUs that they have there."""
         by_name = {stage.name: stage for stage in self.choice.alone.stages}
-        return replace(plan, stages=tuple(by_name.get(stage.name, stage) for stage in plan.stages))
+        stages = (
+            replace(by_name[stage.name], devices=stage.devices, place=stage.place) if stage.name in by_name else stage
+            for stage in plan.stages
+        )
+        return replace(plan, stages=tuple(stages))
 
 
 class Candidates:
-    """Those of one owner, by the sum of their seconds."""
+    """Those of one owner, by the sum of their seconds; at least one."""
 
     def __init__(self, found: Iterable[Candidate]) -> None:
         self.all = tuple(sorted(found, key=lambda c: (sum(c.seconds.values()), c.num_changes)))
@@ -95,7 +101,7 @@ class Candidates:
         if number not in self._dominated:
             candidate, held = self.all[number], self.held(number)
             times = [*candidate.seconds.values(), candidate.num_changes]
-            parts = [times, held.idle, *(held.running[stage] for stage in candidate.seconds)]
+            parts = [times, held.idle, held.host, *(held.running[stage] for stage in candidate.seconds)]
             cost = np.concatenate([np.asarray(part, float) for part in parts])
             self._dominated[number] = any((other <= cost).all() for n, other in self._costs.items() if n < number)
             if not self._dominated[number]:
@@ -103,17 +109,23 @@ class Candidates:
         return self._dominated[number]
 
 
-#: Whether a job's program can serve a stage in this layout.
-Serves: TypeAlias = Callable[[Stage], bool]
-
-
 def candidates(
-    plan: Plan, owner: Stage, calibration: Calibration, *, pinned: bool = False, serves: Serves | None = None
-) -> Candidates:
-    """``pinned``: the present layout alone. ``serves``: leaves out what the job's program cannot do."""
-    chosen = list(choices_of(plan, owner))[:1] if pinned else list(choices_of(plan, owner))
-    if serves is not None:  # the present layout is served
-        chosen = [c for c in chosen if not any(c.changes.values()) or all(map(serves, c.alone.stages))]
+    plan: Plan,
+    owner: Stage,
+    calibration: Calibration,
+    *,
+    pinned: bool = False,
+    moved: bool = False,
+    limits: Limits = NO_LIMITS,
+) -> Candidates | None:
+    """``pinned``: the present layout alone, whatever the limits. ``moved``: to other GPUs than the layout was for.
+    None where there is no layout."""
+    if pinned:
+        chosen = list(islice(choices_of(plan, owner), 1))
+    else:
+        chosen = [choice for choice in choices_of(plan, owner, moved=moved) if _allowed(choice, limits)]
+    if not chosen:
+        return None
     layouts = [(choice.base, choice.settings) for choice in chosen]
     seconds = {name: stage_seconds(layouts, name, calibration) for name in (s.name for s in chosen[0].base.stages)}
     return Candidates(
@@ -127,15 +139,26 @@ def candidates(
     )
 
 
-def choices_of(plan: Plan, owner: Stage) -> Iterator[Choice]:
-    """The present choice first."""
+def _allowed(choice: Choice, limits: Limits) -> bool:
+    for (name, key), allowed in limits.values.items():
+        for stage in choice.base.stages:
+            if stage.name == name and str(choice.settings.get(name, {}).get(key, getattr(stage, key))) not in allowed:
+                return False
+    # The present layout is served.
+    return limits.serves is None or not any(choice.changes.values()) or all(map(limits.serves, choice.alone.stages))
+
+
+def choices_of(plan: Plan, owner: Stage, *, moved: bool = False) -> Iterator[Choice]:
+    """The present choice first, unless ``moved``: then the degrees of ``plan`` are those that it had elsewhere."""
     plan = replace(plan, stages=members(plan, owner))
     owner = plan.stage(owner.name)
-    yield Choice(changes={}, base=plan, settings={})
-    seen = {_settings_of(plan, {})}
+    seen = set()
+    if not moved:
+        seen.add(_settings_of(plan, {}))
+        yield Choice(changes={}, base=plan, settings={})
     bounded = any(stage.replicas is not None for stage in plan.stages)
     for text, changed in _at_all_degrees(plan, owner):
-        for more, tuned in _tuned(changed, owner.name):
+        for more, tuned in _tuned(changed, owner.name, plan):
             settings = _settings_of(changed, tuned)
             if settings in seen:
                 continue
@@ -164,59 +187,55 @@ def _at_all_degrees(plan: Plan, owner: Stage) -> Iterator[tuple[str, Plan]]:
     arch = plan.model(owner.model).arch
     inside = min(Counter(device.node for device in owner.devices).values())
     eps = legal_ep(arch) if arch.moe is not None else (owner.ep,)
+    # Micro-batches may be too large for as many replicas; others are tried with all degrees.
+    smallest = tuple(replace(s, micro_batch=1) if s.is_train and s.max_tokens is None else s for s in plan.stages)
     for tp in (t for t in range(1, inside + 1) if inside % t == 0):
         for pp in range(1, min(len(owner.devices), arch.num_layers) + 1):
             for ep in eps:
-                found = at_degrees(plan, owner, tp=tp, pp=pp, ep=ep)
-                if found is not None:
-                    yield found.text, found.change(plan)
+                for base in (plan, replace(plan, stages=smallest)):
+                    found = at_degrees(base, base.stage(owner.name), tp=tp, pp=pp, ep=ep)
+                    if found is not None:
+                        yield found.text, found.change(base)
+                        break
 
 
-def _tuned(plan: Plan, owner: str) -> Iterator[tuple[dict[str, str], Settings]]:
-    """(keys to write, fields) by stage: other settings of the training stages among them."""
+def _tuned(plan: Plan, owner: str, present: Plan) -> Iterator[tuple[dict[str, str], Settings]]:
+    """(keys to write, fields) by stage: other settings of the training stages among them. ``present``: what is
+    written now."""
     choices: list[tuple[dict[str, str], dict[str, dict[str, int | str]]]] = [({}, {})]
     for stage in plan.stages:
         if not stage.is_train:
             continue
-        wider = []
-        for fields in _settings(plan, stage):
+        now, wider = present.stage(stage.name), []
+        for fields in _settings(plan, stage, now):
             # Sharding belongs to the processes, the other settings to the stage.
-            common = {key: value for key, value in fields.items() if key == "zero"}
-            own = {key: value for key, value in fields.items() if key != "zero"}
-            written = {stage.name: _text(own), owner: _text(common)} if stage.name != owner else {owner: _text(fields)}
+            common = {"zero": fields["zero"]} if fields["zero"] != stage.zero else {}
+            differ = {key: value for key, value in fields.items() if value != getattr(stage, key)}
+            texts = {key: f"{key} = {value}" for key, value in fields.items() if value != getattr(now, key)}
+            sharding = texts.pop("zero", "")
+            written = _merged({stage.name: "  ".join(texts.values())}, {owner: sharding})
             for changes, before in choices:
-                after = {s.name: {**before.get(s.name, {}), **(fields if s is stage else common)} for s in plan.stages}
+                after = {s.name: {**before.get(s.name, {}), **(differ if s is stage else common)} for s in plan.stages}
                 wider.append((_merged(changes, written), after))
         choices = wider
     yield from choices
-
-
-def _text(fields: Mapping[str, int | str]) -> str:
-    return "  ".join(f"{key} = {value}" for key, value in fields.items())
 
 
 def _with(stage: Stage, fields: Mapping[str, int | str]) -> Stage:
     return replace(stage, **fields) if fields else stage  # type: ignore[arg-type]
 
 
-def _settings(plan: Plan, stage: Stage) -> Iterator[dict[str, int | str]]:
-    dp, mini_batch = stage.dp, plan.workload.mini_batch
+def _settings(plan: Plan, stage: Stage, present: Stage) -> Iterator[dict[str, int | str]]:
+    """Values of ``micro_batch``, ``recompute`` and ``zero``, the present ones first where they are legal."""
     sizes = [stage.micro_batch]
     if stage.max_tokens is None:
-        legal = legal_micro_batches(mini_batch, dp, limit=_LARGEST_MICRO_BATCH)
-        sizes = [size for size in legal if size & (size - 1) == 0 or size == stage.micro_batch]
+        legal = legal_micro_batches(plan.workload.mini_batch, stage.dp, limit=_LARGEST_MICRO_BATCH)
+        sizes = [size for size in legal if size & (size - 1) == 0 or size == present.micro_batch]
     zeros = [stage.zero] if stage.fsdp or stage.num_alike == 1 else sorted({stage.zero, max(stage.zero, 1)})
     for size in sizes:
         for recompute in dict.fromkeys((stage.recompute, "none", "full")):
             for zero in zeros:
-                fields: dict[str, int | str] = {}
-                if size != stage.micro_batch:
-                    fields["micro_batch"] = size
-                if recompute != stage.recompute:
-                    fields["recompute"] = recompute
-                if zero != stage.zero:
-                    fields["zero"] = zero
-                yield fields
+                yield {"micro_batch": size, "recompute": recompute, "zero": zero}
 
 
 def _merged(first: Mapping[str, str], second: Mapping[str, str]) -> dict[str, str]:
@@ -229,7 +248,6 @@ def _held(plan: Plan, name: str) -> Held:
     nodes = {node.name: mem_bytes_of(node) for node in plan.cluster.nodes}
     of_rank = np.array([nodes[device.node] for device in owner.ranks])
     index = np.array(pipeline_index_of_ranks(owner))
-    order = sorted(range(len(owner.ranks)), key=lambda rank: owner.ranks[rank])
     running = {stage.name: np.zeros(len(index), np.int64) for stage in plan.stages}
     idle = np.zeros(len(index), np.int64)
     for mem_bytes in dict.fromkeys(of_rank.tolist()):
@@ -237,5 +255,4 @@ def _held(plan: Plan, name: str) -> Held:
         for stage in plan.stages:
             running[stage.name][here] = np.array(running_bytes(plan, stage, mem_bytes))[index[here]]
         idle[here] = np.array(idle_bytes(plan, owner, mem_bytes))[index[here]]
-    devices = tuple(owner.ranks[rank] for rank in order)
-    return Held(devices=devices, running={name: held[order] for name, held in running.items()}, idle=idle[order])
+    return Held(running=running, idle=idle, host=np.array(host_bytes(plan, owner), np.int64)[index])

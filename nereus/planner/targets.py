@@ -9,13 +9,12 @@ the search shows. Staying is a target like any other, without a stop.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from nereus.ir.plan import Plan
 from nereus.passes.coarse import coarse
 from nereus.planner.calibration import Calibration
-from nereus.planner.candidates import Serves
+from nereus.planner.limits import NO_LIMITS, Limits
 from nereus.planner.search import Found, Searched, search
 
 #: Plans asked of the search at first, and at most.
@@ -48,14 +47,12 @@ def targets(
     *,
     steps: int,
     count: int = 3,
-    pinned: Collection[str] = (),
-    serves: Serves | None = None,
+    limits: Limits = NO_LIMITS,
 ) -> Targets:
-    """``steps``: RL steps that the job goes on for with these lengths and GPUs. ``plan`` runs now, or does not fit.
-    ``serves``: see ``search``."""
+    """``steps``: RL steps that the job goes on for with these lengths and GPUs. ``plan`` runs now, or does not fit."""
     num = max(count, _FIRST)
     while True:
-        searched = search(plan, calibration, count=num, pinned=pinned, serves=serves)
+        searched = search(plan, calibration, count=num, limits=limits)
         found = [_target(plan, searched, each, steps, calibration) for each in searched.best]
         if searched.present is not None and all(any(target.found.changes.values()) for target in found):
             found.append(_target(plan, searched, searched.present, steps, calibration))

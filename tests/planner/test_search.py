@@ -15,6 +15,7 @@ from nereus.lang.api import load_plan
 from nereus.models.memory import check_memory
 from nereus.models.memory.steady import COMMUNICATOR_BYTES, CONTEXT_BYTES, steady_state
 from nereus.planner.candidates import candidates, choices_of
+from nereus.planner.limits import Limits
 from nereus.planner.rl_step import step_time
 from nereus.planner.search import search
 
@@ -43,7 +44,7 @@ def test_bytes_are_those_of_the_memory_model(bench: Any, seed: int) -> None:
         candidate, held = of_owner.all[number], of_owner.held(number)
         report = steady_state(candidate.choice.alone)
         for stage in candidate.choice.alone.stages:
-            for device, num_bytes in zip(held.devices, held.running[stage.name], strict=True):
+            for device, num_bytes in zip(stage.ranks, held.running[stage.name], strict=True):
                 row = report.row(stage.name, device)
                 assert row.need_bytes == num_bytes + CONTEXT_BYTES + COMMUNICATOR_BYTES
 
@@ -62,10 +63,10 @@ def test_what_is_found_fits_and_takes_what_it_says() -> None:
 
 def test_pinned_stages_stay() -> None:
     plan = plan_of(COLOCATED)
-    for each in search(plan, PRIOR, pinned=["actor.logprob"]).best:
+    for each in search(plan, PRIOR, limits=Limits(pinned=frozenset({"actor.logprob"}))).best:
         assert each.plan.stage("actor.train") == plan.stage("actor.train")
     every = [stage.name for stage in plan.stages]
-    (only,) = search(plan, PRIOR, pinned=every).best
+    (only,) = search(plan, PRIOR, limits=Limits(pinned=frozenset(every))).best
     assert only.plan == plan and not any(only.changes.values())
 
 
@@ -159,7 +160,7 @@ def test_what_is_written_is_what_was_judged(text: str, tmp_path: Path) -> None:
 def test_a_plan_that_overflows_the_host_is_not_the_present() -> None:
     text = COLOCATED.replace('gpus = 8 x "h100-sxm-80gb"', 'gpus = 8 x "h100-sxm-80gb"  host_mem = 10 GiB')
     pinned = ("actor.generate", "actor.train", "ref.infer")
-    assert search(plan_of(text), PRIOR, count=1, pinned=pinned).present is None
+    assert search(plan_of(text), PRIOR, count=1, limits=Limits(pinned=frozenset(pinned))).present is None
 
 
 @pytest.mark.parametrize(

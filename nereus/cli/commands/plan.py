@@ -12,13 +12,16 @@ from nereus.cli.files import keep_inputs, write_text
 from nereus.cli.measurements import read_calibration
 from nereus.cli.options import add_json, add_output_format
 from nereus.cli.output import Output, table
+from nereus.cli.plan_limits import limits_of
 from nereus.ir.units import format_gb
 
 if TYPE_CHECKING:
     from nereus.ir.plan import Plan, Stage
     from nereus.models.memory import MemoryReport
     from nereus.planner.calibration import Calibration
+    from nereus.planner.limits import Limits
     from nereus.planner.search import Found
+    from nereus.planner.smallest import Smallest
     from nereus.planner.targets import Target, Targets
 
 
@@ -35,6 +38,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pin", action="append", default=[], metavar="STAGE", help="a stage whose layout stays as it is (repeatable)"
     )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="STAGE.KEY=V,V",
+        help="values that a stage may have: tp, pp, dp, ep, micro_batch, zero, recompute (repeatable)",
+    )
+    parser.add_argument("--move", action="store_true", help="stages may go to other GPUs of the cluster, shared or not")
+    parser.add_argument(
+        "--gpus", action="append", default=[], metavar="STAGE=N", help="with --move: N or N-M GPUs for it (repeatable)"
+    )
+    parser.add_argument(
+        "--free", action="append", default=[], metavar="NODE", help="with --move: a node for no stage (repeatable)"
+    )
+    parser.add_argument(
+        "--smallest", action="store_true", help="with --move: also the fewest GPUs that hold all stages, in node order"
+    )
     parser.add_argument("-o", "--output", metavar="FILE", help="write the best plan, as a variant of the given one")
     add_output_format(parser)
     add_json(parser)
@@ -44,6 +64,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     from nereus.lang.api import load_plan
     from nereus.models.memory import steady_state
     from nereus.planner.calibration import calibrate
+    from nereus.planner.smallest import smallest
 
     if args.best < 1:
         raise UsageError(f"--best {args.best}: at least 1")
@@ -55,31 +76,31 @@ def run(args: argparse.Namespace, out: Output) -> int:
     plan = loaded.plan
     if plan is None:
         return for_diagnostics(loaded.diagnostics)
-    names = [stage.name for stage in plan.stages]
-    for name in args.pin:
-        if name not in names:
-            raise UsageError(f"--pin {name}: the plan has {', '.join(names)}")
+    limits = limits_of(plan, args)
     if args.output is not None:
         keep_inputs(args.output, [args.file, *(source.path for source in loaded.sources)])
-    found = _find(plan, calibration, args)
+    found = _find(plan, calibration, args, limits)
+    fewest = smallest(plan, calibration, limits=limits) if args.smallest else None
     reports = [steady_state(target.found.plan) for target in found.best]
     if args.output is not None and found.best:
         write_text(args.output, _variant(args.file, args.output, found.best[0].found))
     if out.json:
-        out.document("plan", _json(args, found, reports))
+        out.document("plan", _json(args, found, reports, fewest))
     else:
         _print(args, plan, found, reports, out)
+        if args.smallest:
+            out.print("\n" + _fewest(plan, fewest))
     return ExitCode.OK if found.best else ExitCode.INFEASIBLE
 
 
-def _find(plan: Plan, calibration: Calibration, args: argparse.Namespace) -> Targets:
+def _find(plan: Plan, calibration: Calibration, args: argparse.Namespace, limits: Limits) -> Targets:
     """Without ``--steps`` a plan is to be started, and no stop counts."""
     from nereus.planner.search import search
     from nereus.planner.targets import Target, Targets, targets
 
     if args.steps is not None:
-        return targets(plan, calibration, steps=args.steps, count=args.best, pinned=args.pin)
-    searched = search(plan, calibration, count=args.best, pinned=args.pin)
+        return targets(plan, calibration, steps=args.steps, count=args.best, limits=limits)
+    searched = search(plan, calibration, count=args.best, limits=limits)
     best = (Target(found=found, stop_s=0.0, total_s=found.cost, payback_steps=0.0) for found in searched.best)
     return Targets(best=tuple(best), searched=searched, exact=True)
 
@@ -95,14 +116,31 @@ def _variant(base: str, target: str, found: Found) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _json(args: argparse.Namespace, found: Targets, reports: list[MemoryReport]) -> dict[str, Any]:
+def _fewest(plan: Plan, fewest: Smallest | None) -> str:
+    if fewest is None:
+        return "no number of this cluster's GPUs holds all stages"
+    return (
+        f"the smallest pool that holds all stages: the first {fewest.num_gpus} of {len(plan.cluster.devices)} GPUs, "
+        f"{fewest.found.seconds:.1f} s a step; on {fewest.num_gpus - fewest.step_gpus} no plan fits"
+    )
+
+
+def _json(
+    args: argparse.Namespace, found: Targets, reports: list[MemoryReport], fewest: Smallest | None
+) -> dict[str, Any]:
     searched = found.searched
+    smallest = None
+    if fewest is not None:
+        changes = {stage: text for stage, text in fewest.found.changes.items() if text}
+        smallest = {"num_gpus": fewest.num_gpus, "seconds": fewest.found.seconds, "changes": changes}
     return {
         "plan": args.file,
         "calibration": args.calibration,
         "steps": args.steps,
         "present_seconds": None if searched.present is None else searched.present.seconds,
         "num_candidates": dict(searched.num_candidates),
+        "num_placements": searched.num_placements,
+        "smallest": smallest,
         "best": [
             {
                 "seconds": target.found.seconds,

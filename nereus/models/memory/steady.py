@@ -110,6 +110,12 @@ def idle_bytes(plan: Plan, owner: Stage, mem_bytes: int) -> tuple[int, ...]:
     )
 
 
+def host_bytes(plan: Plan, owner: Stage) -> tuple[int, ...]:
+    """What a process of ``owner`` keeps in host memory, by pipeline stage."""
+    inside = [copy for copy in copies(plan) if copy.owner.name == owner.name]
+    return tuple(sum(host_state_bytes(copy, index) for copy in inside) for index in range(owner.pp))
+
+
 def _sum(parts: Iterable[Part]) -> int:
     return sum(part.num_bytes for part in parts)
 

@@ -1,0 +1,48 @@
+"""The fewest GPUs of a cluster that hold all stages of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from nereus.ir.plan import Plan
+from nereus.planner.calibration import Calibration
+from nereus.planner.limits import NO_LIMITS, Limits
+from nereus.planner.placements import units_of
+from nereus.planner.search import Found, search
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Smallest:
+    """``found``: the fastest plan on the first ``num_gpus`` of the cluster; on ``step_gpus`` less none fits."""
+
+    num_gpus: int
+    step_gpus: int
+    found: Found
+
+
+def smallest(plan: Plan, calibration: Calibration, *, limits: Limits = NO_LIMITS) -> Smallest | None:
+    """None where no plan fits on the whole cluster. GPUs are taken in the cluster's order, in the units that
+    placements are made of; what fits on some of them fits on more, which leaves them unused."""
+    units = units_of(plan.cluster, limits)
+    ends = [sum(len(unit) for unit in units[: number + 1]) for number in range(len(units))]
+
+    def on(number: int) -> Found | None:
+        best = search(plan, calibration, count=1, limits=replace(limits, move=True, most_gpus=ends[number])).best
+        return best[0] if best else None
+
+    if not units:
+        return None
+    low, high, found = -1, 0, on(0)
+    while found is None:
+        if high == len(units) - 1:
+            return None
+        low, high = high, min(2 * high + 1, len(units) - 1)
+        found = on(high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        tried = on(middle)
+        if tried is None:
+            low = middle
+        else:
+            high, found = middle, tried
+    return Smallest(num_gpus=ends[high], step_gpus=len(units[high]), found=found)
