@@ -1,6 +1,7 @@
 """Where the processes of a plan could lie: sets of owners that share GPUs, each set on GPUs of its own.
 
-All in one set is a colocated plan, every owner alone a split one, and what is between is mixed. Sets get runs of
+All in one set is a colocated plan, every owner alone a split one, and what is between is mixed. In async mode
+generation runs beside everything else and is alone in its set (NRS3002). Sets get runs of
 neighbouring GPUs, the largest first; in clusters of different nodes in every order. Runs are counted in units: small
 clusters are cut into single GPUs, larger ones into halves and quarters of nodes, then whole nodes, where only some
 numbers of them are tried (``_sizes``). The same space is searched by HybridFlow (Sheng 2024, algorithm 1), by whole
@@ -112,10 +113,22 @@ class Placements:
         for name, devices in self.staying.items():
             fixed.setdefault(devices, []).append(name)
         base = [(tuple(names), devices) for devices, names in fixed.items()]
+        apart = self._apart()
         most = len(self.free)
         while most > 1 and self._count(most) > _MOST:
             most -= 1
-        return _partitions(self.free, base, most)
+        return (
+            sets
+            for sets in _partitions(self.free, base, most)
+            if not any(len(names) > 1 and not apart.isdisjoint(names) for names, _ in sets)
+        )
+
+    def _apart(self) -> set[str]:
+        """Owners that share no GPU with another."""
+        if self.plan.workload.mode == "sync":
+            return set()
+        owners = self.plan.owners()
+        return {o.name for o in owners if any(stage.kind == "generate" for stage in members(self.plan, o))}
 
     def _of(self, sets: Sets) -> Iterator[Runs]:
         moving = [names for names, devices in sets if devices is None]

@@ -111,6 +111,33 @@ def test_the_best_plan_is_written_as_a_variant(nereusc: Any, tmp_path: Path, rep
     assert nereusc("plan", "--pin", "nobody", str(job)).code == 64
 
 
+def test_stages_move_within_limits(nereusc: Any, tmp_path: Path, repo_root: Path) -> None:
+    plan, better = repo_root / "tests" / "plans" / "ppo-8b-4k-refused.plan", tmp_path / "better.plan"
+    limits = ("--move", "--gpus", "actor.train=8", "--gpus", "ref.infer=1-4", "--only", "actor.train.tp=2,4")
+    ran = nereusc("plan", str(plan), *limits, "--smallest", "--json", "-o", str(better))
+    assert ran.code == 0, ran.stderr
+    document = ran.json()
+    assert document["num_placements"] >= 1
+    assert document["smallest"]["num_gpus"] <= 16 and document["smallest"]["seconds"] > document["best"][0]["seconds"]
+    checked = nereusc("check", "--json", str(better)).json()
+    stages = {stage["name"]: stage for stage in checked["files"][0]["plan"]["stages"]}
+    assert len(stages["actor.train"]["devices"]) == 8 and stages["actor.train"]["tp"] in (2, 4)
+    assert 1 <= len(stages["ref.infer"]["devices"]) <= 4
+    text = nereusc("plan", str(plan), "--move", "--free", "n1", "--smallest", "--best", "1").stdout
+    assert "on = n0" in text and "the smallest pool that holds all stages: the first " in text
+    for wrong in (
+        ("--gpus", "actor.train=8"),
+        ("--smallest",),
+        ("--move", "--gpus", "actor.train=8-4"),
+        ("--move", "--gpus", "nobody=8"),
+        ("--move", "--free", "n7"),
+        ("--only", "actor.train.cp=1"),
+        ("--only", "actor.train=1"),
+    ):
+        ran = nereusc("plan", str(plan), *wrong)
+        assert ran.code == 64 and ("go with --move" in ran.stderr or wrong[-1].split("=")[0] in ran.stderr), wrong
+
+
 def test_no_input_is_written_over(nereusc: Any, measured: str, good_plan: str, tmp_path: Path) -> None:
     variant, link = tmp_path / "variant.plan", tmp_path / "link.plan"
     variant.write_text(f'extends "{good_plan}"\n')
