@@ -105,6 +105,7 @@ bench: $(RUN_STAMP)
 	$(BIN)/python benchmarks/coarse.py
 	$(BIN)/python benchmarks/cost_model.py
 	$(BIN)/python benchmarks/decode.py
+	$(BIN)/python benchmarks/rl_steps.py
 	$(BIN)/python benchmarks/search.py
 	$(BIN)/python benchmarks/transfer.py --mb 64 --turns 3
 
