@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from nereus.ir.layout import BoolArray, IntArray
-from nereus.passes.diff import Demand, Diff
+from nereus.passes.demands import Demand
+from nereus.passes.diff import Diff
 from nereus.passes.links import Links
 
 FloatArray = npt.NDArray[np.float64]
@@ -105,11 +106,8 @@ def commodities_of_flows(flows: Iterable[Flow], links: Links) -> Commodities:
 def commodities_of_diff(diff: Diff, links: Links) -> Commodities:
     """Demands of a class may lack different parts of it (what a place derives it does not lack). ``members``: positions
     of the diff's classes that have demands, in the order of their first."""
-    by_class: dict[tuple[int, int], list[Demand]] = {}
-    for demand in diff.demands:
-        by_class.setdefault((demand.table, demand.cls), []).append(demand)
     merged: dict[Hashable, _Row] = {}
-    for number, ((table, cls), demands) in enumerate(by_class.items()):
+    for number, (table, cls, demands) in enumerate(diff.demands.by_class()):
         holders = diff.holders[table][cls]
         nodes = {links.node(place) for place in holders}
         leaving = _union_bytes(diff, [d for d in demands if d.node not in nodes])

@@ -107,9 +107,9 @@ def schedule_digest(digest: hashlib._Hash, schedule: Schedule) -> str:
     columns = [column.tobytes() for column in (regions.cell, regions.start, regions.stop)]
     size = regions.cell.itemsize
     bounds = [(a * size, b * size) for a, b in pairwise(regions.first.tolist())]
-    content = [b"".join(column[a:b] for column in columns) for a, b in bounds]
-    for number in moves.region.tolist():  # many moves carry one region
-        digest.update(content[number])
+    # Many moves carry one region: each is read once, and stands for itself whatever its number.
+    content = [hashlib.sha256(b"".join(column[a:b] for column in columns)).digest() for a, b in bounds]
+    digest.update(np.frombuffer(b"".join(content), dtype="S32")[moves.region].tobytes())
     for key, wave in sorted((*schedule.acquire.items(), *schedule.release.items())):
         digest.update(repr((key, wave)).encode())
     for key, waves in sorted(schedule.staged.items()):

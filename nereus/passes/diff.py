@@ -6,26 +6,17 @@ intervals with one set of living holders, one node, and the places of that node 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from nereus.ir.holdings import Holdings, StateSet, Topology, model_names
-from nereus.ir.layout import IntArray
 from nereus.passes.atoms import AtomTable, ModelGeometry, SlotGroup, build_atoms, model_geometry
+from nereus.passes.demands import Demand, Demands, derived_bytes, lacking, table_demands
 from nereus.passes.foregone import Foregone, without_small_shares
+from nereus.passes.lists import Lists
 from nereus.passes.model_atoms import ModelAtoms, placed_on
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
-    table: int  # index into Diff.tables
-    cls: int  # class of the table; the holders are Diff.holders[table][cls]
-    node: int
-    wanters: tuple[int, ...]  # places of the node that lack the intervals, ascending
-    intervals: IntArray  # ascending interval numbers of the table
-    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +40,21 @@ class Diff:
     tables: tuple[AtomTable, ...]
     holders: tuple[tuple[tuple[int, ...], ...], ...]  # table -> class -> living holder places, ascending
     wanters: tuple[tuple[tuple[int, ...], ...], ...]  # table -> class -> wanter places, ascending
-    demands: tuple[Demand, ...]
+    demands: Demands
     lost: tuple[LostState, ...]
     #: State sets or slots that nothing held before: the framework initialises them. (stage, slot) pairs.
     fresh: tuple[tuple[str, str], ...]
     kept_bytes: int  # wanted and already at its place
     derived_bytes: int
     foregone: Foregone
+
+
+def holders_by_class(diff: Diff) -> Lists:
+    """Holders of every class with demands, as ``Demands.classes`` numbers them."""
+    demands = diff.demands
+    first = demands.classes.first[:-1]
+    keys = zip(demands.table[first].tolist(), demands.cls[first].tolist(), strict=True)
+    return Lists.of_tuples([diff.holders[table][cls] for table, cls in keys])
 
 
 def diff(
@@ -79,12 +78,12 @@ def diff(
         geometries.append(found.geometry)
         tables += found.tables
         geometry_of += [len(geometries) - 1] * len(found.tables)
-    demands: list[Demand] = []
+    demands: list[Demands] = []
     lost: list[LostState] = []
     all_holders: list[tuple[tuple[int, ...], ...]] = []
     all_wanters: list[tuple[tuple[int, ...], ...]] = []
     kept = derived = 0
-    node_of = [*topology.node_of.tolist()] * 2  # of GPUs, then of host memories
+    node_of = np.concatenate((topology.node_of, topology.node_of))  # of GPUs, then of host memories
     foregone = Foregone.nothing(len(topology.nodes))
     for number, table in enumerate(tables):
         geometry = geometries[geometry_of[number]]
@@ -95,22 +94,16 @@ def diff(
         foregone += given_up
         all_holders.append(holders)
         all_wanters.append(wanters)
-        sizes = table.num_bytes
-        class_bytes = np.bincount(table.cls, weights=sizes, minlength=table.num_classes).astype(np.int64).tolist()
-        for cls, intervals in enumerate(table.intervals_of_classes()):
-            if not wanters[cls]:
-                continue
-            held_by = set(holders[cls])
-            lacking = [place for place in wanters[cls] if place not in held_by]
-            kept += class_bytes[cls] * (len(wanters[cls]) - len(lacking))
-            if not lacking:
-                continue
-            found_demands = _class_demands(number, table, cls, intervals, lacking, node_of, sizes, class_bytes[cls])
-            if holders[cls]:
-                demands += found_demands
-            elif found_demands and table.class_holders[cls]:
-                lost.append(_lost_state(table, geometry, cls, max(found_demands, key=lambda d: d.num_bytes)))
-            derived += _derived_bytes(table, intervals, lacking, sizes)
+        lack = lacking(holders, wanters)
+        class_bytes = np.bincount(table.cls, weights=table.num_bytes, minlength=table.num_classes).astype(np.int64)
+        kept += int(class_bytes @ lack.wanted) - int(class_bytes[lack.cls].sum())
+        derived += derived_bytes(table, lack)
+        found_demands = table_demands(number, table, lack, node_of)
+        copies = np.fromiter(map(len, holders), dtype=np.int64, count=len(holders))[found_demands.cls]
+        demands.append(found_demands.taken(np.flatnonzero(copies)))
+        for _, cls, missing in found_demands.taken(np.flatnonzero(copies == 0)).by_class():
+            if table.class_holders[cls]:
+                lost.append(_lost_state(table, geometry, cls, max(missing, key=lambda d: d.num_bytes)))
     return Diff(
         topology=topology,
         old=old,
@@ -120,7 +113,7 @@ def diff(
         tables=tuple(tables),
         holders=tuple(all_holders),
         wanters=tuple(all_wanters),
-        demands=tuple(demands),
+        demands=Demands.joined(demands),
         lost=_merge_lost(lost),
         fresh=tuple(fresh),
         kept_bytes=kept,
@@ -191,67 +184,6 @@ def _class_places(
                 places = sorted({p for g in members for p in groups[g].places})
             cached[members] = tuple(filter(keep, places) if keep is not None else places)
     return tuple(cached[members] for members in classes)
-
-
-def _class_demands(
-    number: int,
-    table: AtomTable,
-    cls: int,
-    intervals: IntArray,
-    lacking: list[int],
-    node_of: list[int],
-    sizes: IntArray,
-    class_bytes: int,
-) -> list[Demand]:
-    """``lacking``: places that want the class and do not hold it. ``node_of``: of every place; ``sizes``: bytes of
-    every interval."""
-    by_node: dict[int, list[int]] = {}
-    for place in lacking:
-        by_node.setdefault(node_of[place], []).append(place)
-    found = []
-    for node, there in by_node.items():
-        for places, region in _split_by_derived(table, intervals, there):
-            num_bytes = class_bytes if region is intervals else int(sizes[region].sum())
-            if num_bytes:
-                found.append(
-                    Demand(table=number, cls=cls, node=node, wanters=places, intervals=region, num_bytes=num_bytes)
-                )
-    return found
-
-
-def _split_by_derived(
-    table: AtomTable, intervals: IntArray, places: list[int]
-) -> Iterator[tuple[tuple[int, ...], IntArray]]:
-    """Cut ``intervals`` by which of ``places`` derive them; yields (places that still lack, intervals)."""
-    deriving: dict[int, list[int]] = {}
-    for position, place in enumerate(places) if table.derived else ():
-        own = table.derived.get(place)
-        if own is None:
-            continue
-        for interval in np.intersect1d(intervals, own, assume_unique=True).tolist():
-            deriving.setdefault(interval, []).append(position)
-    if not deriving:
-        yield tuple(places), intervals
-        return
-    rest = np.setdiff1d(intervals, np.fromiter(deriving, dtype=np.int64), assume_unique=True)
-    if len(rest):
-        yield tuple(places), rest
-    by_set: dict[tuple[int, ...], list[int]] = {}
-    for interval, positions in deriving.items():
-        by_set.setdefault(tuple(positions), []).append(interval)
-    for held, region in by_set.items():
-        lacking = tuple(place for i, place in enumerate(places) if i not in held)
-        if lacking:
-            yield lacking, np.array(sorted(region), dtype=np.int64)
-
-
-def _derived_bytes(table: AtomTable, intervals: IntArray, places: list[int], sizes: IntArray) -> int:
-    total = 0
-    for place in places if table.derived else ():
-        own = table.derived.get(place)
-        if own is not None:
-            total += int(sizes[np.intersect1d(intervals, own, assume_unique=True)].sum())
-    return total
 
 
 def _lost_state(table: AtomTable, geometry: ModelGeometry, cls: int, demand: Demand) -> LostState:

@@ -14,7 +14,8 @@ import numpy as np
 
 from nereus.ir.layout import IntArray
 from nereus.passes.commodities import Flow
-from nereus.passes.diff import Demand, Diff
+from nereus.passes.demands import Demand
+from nereus.passes.diff import Diff
 from nereus.passes.links import Links
 
 #: Demands of one class that are cut against each other.
@@ -31,14 +32,11 @@ class DiffFlows:
 
 def flows_of_diff(diff: Diff, links: Links, relay: Sequence[Mapping[int, float]] | None = None) -> DiffFlows:
     """``relay``: per class, what each node is to send on; nodes that relay much and little then share a group."""
-    by_class: dict[tuple[int, int], list[Demand]] = {}
-    for demand in diff.demands:
-        by_class.setdefault((demand.table, demand.cls), []).append(demand)
     flows: list[Flow] = []
     tables: list[int] = []
     found: list[IntArray] = []
     classes: list[tuple[int, ...]] = []
-    for number, ((table, cls), demands) in enumerate(by_class.items()):
+    for number, (table, cls, demands) in enumerate(diff.demands.by_class()):
         holders = diff.holders[table][cls]
         homes = {links.node(place) for place in holders}
         begin = len(flows)

@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
 from nereus.ir.holdings import Topology
-from nereus.ir.transition import HOST, INTER, INTRA, LOCAL
+from nereus.ir.layout import IntArray
+from nereus.ir.transition import HOST, INTER, INTRA, LINK_NUMBER, LOCAL
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Of pairs of places: link class (position in ``LINKS``), and seconds per byte on the ports of both devices and of
+    both rails."""
+
+    link: IntArray
+    gpu_out: FloatArray
+    gpu_in: FloatArray
+    nic_out: FloatArray
+    nic_in: FloatArray
 
 
 class Links:
@@ -19,6 +39,9 @@ class Links:
         self.nic = [1.0 / node.nic_bytes_per_s for node in topology.nodes]
         #: Of every rail, node by node, and which one serves each device.
         self.rail, self.rail_of, self.first_rail = rails_of(topology)
+        #: The same as columns.
+        self.nodes, self.rails = np.array(self.node_of, dtype=np.int64), np.array(self.rail_of, dtype=np.int64)
+        self._seconds = np.array(self.intra), np.array(self.pcie), np.array(self.rail)
 
     def node(self, place: int) -> int:
         return self.node_of[place % self.num_devices]
@@ -54,6 +77,24 @@ class Links:
         through_host = src >= num_devices or dst >= num_devices
         rate = self.pcie[src_node] if through_host else self.intra[src_node]
         return kind, rate, rate, 0.0
+
+    def rates_of(self, src: IntArray, dst: IntArray) -> Rates:
+        """``rates`` of many pairs."""
+        count, node_of, rail_of = self.num_devices, self.nodes, self.rails
+        intra, pcie, rail = self._seconds
+        at, to = src % count, dst % count
+        near, inter = node_of[at], node_of[at] != node_of[to]
+        host = (src >= count) | (dst >= count)
+        local = (src == dst) | (~inter & (src >= count) & (dst >= count))
+        inside = np.where(local, 0.0, np.where(host, pcie[near], intra[near]))
+        kinds = [LINK_NUMBER[kind] for kind in (INTER, LOCAL, HOST)]
+        return Rates(
+            link=np.select((inter, local, at == to), kinds, LINK_NUMBER[INTRA]),
+            gpu_out=np.where(inter, pcie[near], inside),
+            gpu_in=np.where(inter, pcie[node_of[to]], inside),
+            nic_out=np.where(inter, rail[rail_of[at]], 0.0),
+            nic_in=np.where(inter, rail[rail_of[to]], 0.0),
+        )
 
 
 def rails_of(topology: Topology) -> tuple[list[float], list[int], list[int]]:

@@ -69,7 +69,7 @@ _Entry = tuple[float, int, Taken]
 class Relays:
     """Of one region. Those without room are put aside until the target that they are full for is raised."""
 
-    __slots__ = ("full", "numel", "open", "per_part", "ports", "target")
+    __slots__ = ("full", "known", "numel", "open", "per_part", "ports", "target")
 
     def __init__(self, numel: int, ports: Ports) -> None:
         self.numel, self.ports = numel, ports
@@ -77,10 +77,12 @@ class Relays:
         #: Heaps by part; ``_PARTS``: of those that hold all of the region.
         self.open: dict[int, list[_Entry]] = {}
         self.full: list[tuple[int, Taken]] = []
+        self.known: list[Taken] = []
         self.target = 0.0
 
     def add(self, taken: Iterable[Taken]) -> None:
         for part in taken:
+            self.known.append(part)
             whole = part.lo == 0 and part.hi == self.numel
             first, last = part.lo // self.per_part, (part.hi - 1) // self.per_part
             for number in (_PARTS,) if whole else range(first, last + 1):

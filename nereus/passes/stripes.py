@@ -41,7 +41,7 @@ class Stripe(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Columns:
+class Columns:
     """Stripes as columns."""
 
     src: IntArray
@@ -54,12 +54,53 @@ class _Columns:
     parent: IntArray
 
 
-def to_moves(stripes: Sequence[Stripe], regions: Sequence[tuple[int, IntArray]], tables: Sequence[AtomTable]) -> Moves:
+class Stripes:
+    """Those that were decided so far, one by one or many at once."""
+
+    def __init__(self) -> None:
+        self._blocks: list[IntArray] = []  # [stripes, fields]
+        self._before = 0  # stripes in blocks
+        self._last: list[Stripe] = []
+
+    def __len__(self) -> int:
+        return self._before + len(self._last)
+
+    def add(self, stripe: Stripe) -> int:
+        """Its number."""
+        self._last.append(stripe)
+        return self._before + len(self._last) - 1
+
+    def extend(self, *fields: IntArray | int) -> int:
+        """Many, as the fields of ``Stripe``; the number of the first."""
+        self._close()
+        first = self._before
+        self._append(np.stack(np.broadcast_arrays(*fields), axis=1))
+        return first
+
+    def since(self, number: int) -> list[Stripe]:
+        """From ``number`` on, all of which were added one by one."""
+        return self._last[number - self._before :]
+
+    def columns(self) -> Columns:
+        self._close()
+        empty = np.zeros((0, len(Stripe._fields)), dtype=np.int64)
+        return Columns(*np.concatenate([empty, *self._blocks]).T.copy())
+
+    def _close(self) -> None:
+        width = len(Stripe._fields)
+        flat = np.fromiter(chain.from_iterable(self._last), dtype=np.int64, count=width * len(self._last))
+        self._append(flat.reshape(-1, width))
+        self._last = []
+
+    def _append(self, block: IntArray) -> None:
+        self._blocks.append(block)
+        self._before += len(block)
+
+
+def to_moves(columns: Columns, regions: Sequence[tuple[int, IntArray]], tables: Sequence[AtomTable]) -> Moves:
     """``regions``: (table, interval numbers of it) in the region's own order."""
-    flat = np.fromiter(chain.from_iterable(stripes), dtype=np.int64, count=8 * len(stripes))
-    columns = _Columns(*flat.reshape(-1, 8).T.copy())
     cuts, above = _cuts(columns)
-    pieces = np.ones(len(stripes), dtype=np.int64)
+    pieces = np.ones(len(columns.src), dtype=np.int64)
     for number, points in cuts.items():
         pieces[number] += len(points)
     owner, within = runs(pieces)
@@ -69,7 +110,7 @@ def to_moves(stripes: Sequence[Stripe], regions: Sequence[tuple[int, IntArray]],
         at = int(first[number])
         lo[at + 1 : at + 1 + len(points)] = hi[at : at + len(points)] = points
     # The parent may be cut before this stripe begins.
-    skipped = np.zeros(len(stripes), dtype=np.int64)
+    skipped = np.zeros(len(pieces), dtype=np.int64)
     for number, count in above.items():
         skipped[number] = count
     parent = columns.parent[owner]
@@ -91,7 +132,7 @@ def to_moves(stripes: Sequence[Stripe], regions: Sequence[tuple[int, IntArray]],
     )
 
 
-def _cuts(stripes: _Columns) -> tuple[dict[int, Sequence[int]], dict[int, int]]:
+def _cuts(stripes: Columns) -> tuple[dict[int, Sequence[int]], dict[int, int]]:
     """Where stripes are cut inside, ascending: at the borders and cuts of whatever relays them, and where their own
     parent is cut. And how many cuts of its parent lie before a stripe. Only where there are any."""
     parent = stripes.parent

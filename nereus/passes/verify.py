@@ -16,7 +16,8 @@ from nereus.ir.holdings import Holdings, StateSet
 from nereus.ir.layout import Layout, layout_of
 from nereus.ir.plan import Plan, Stage
 from nereus.ir.schedule import Schedule, follows
-from nereus.passes.diff import Diff
+from nereus.passes.diff import Diff, holders_by_class
+from nereus.passes.lists import contains
 from nereus.passes.place import Placed
 from nereus.passes.route import Routed
 
@@ -99,16 +100,17 @@ def _diff_problem(difference: Diff) -> str | None:
             return f"table {number}: empty or unordered intervals"
         if bool((same & (table.start[1:] < table.stop[:-1])).any()):
             return f"table {number}: intervals overlap"
-    node_of = [*difference.topology.node_of.tolist()] * 2  # of GPUs, then of host memories
-    known: dict[tuple[int, int], set[int]] = {}
-    for demand in difference.demands:
-        key = (demand.table, demand.cls)
-        if key not in known:
-            known[key] = set(difference.holders[demand.table][demand.cls])
-        if not known[key] or not known[key].isdisjoint(demand.wanters):
-            return f"a demand of table {demand.table} has no holder, or wants what it holds"
-        if any(node_of[place] != demand.node for place in demand.wanters):
-            return f"a demand of table {demand.table} mixes nodes"
+    demands, node_of = difference.demands, np.tile(difference.topology.node_of, 2)  # of GPUs, then of host memories
+    holders = holders_by_class(difference)
+    owner, place = demands.wanters.owner, demands.wanters.item
+    kept = contains(holders, demands.classes.owner[owner], place)
+    bad = (holders.counts == 0)[demands.classes.owner]
+    bad[owner[kept]] = True
+    if bad.any():
+        return f"a demand of table {int(demands.table[bad][0])} has no holder, or wants what it holds"
+    mixed = np.flatnonzero(node_of[place] != demands.node[owner])
+    if len(mixed):
+        return f"a demand of table {int(demands.table[owner[mixed[0]]])} mixes nodes"
     return None
 
 

@@ -31,7 +31,7 @@ def check_names(document: Document, old: Plan, new: Plan) -> str:
 
 
 def document_digest(document: Document, old: Plan, new: Plan) -> str:
-    """SHA-256 over both plans, every move with its waves and region, and storages' waves."""
+    """SHA-256 over both plans, every move with its waves, its region's SHA-256, and storages' waves."""
     moves, regions = document.moves, document.regions
     digest = hashlib.sha256()
     for plan in (old, new):
@@ -45,11 +45,11 @@ def document_digest(document: Document, old: Plan, new: Plan) -> str:
         columns.insert(1, moves.slices)
     digest.update(np.stack(columns, axis=1).tobytes() if len(moves) else b"")
     parts: dict[int, bytes] = {}
-    for region in moves.region.tolist():
-        if region not in parts:
-            rows = slice(int(regions.first[region]), int(regions.first[region + 1]))
-            parts[region] = b"".join(column[rows].tobytes() for column in (regions.cell, regions.start, regions.stop))
-        digest.update(parts[region])
+    for region in np.unique(moves.region).tolist():
+        rows = slice(int(regions.first[region]), int(regions.first[region + 1]))
+        content = b"".join(column[rows].tobytes() for column in (regions.cell, regions.start, regions.stop))
+        parts[region] = hashlib.sha256(content).digest()
+    digest.update(b"".join(parts[region] for region in moves.region.tolist()))
     for entry in sorted((*document.acquire.items(), *document.release.items())):
         digest.update(repr(entry).encode())
     for passing in sorted(document.staged.items()):

@@ -19,10 +19,11 @@ from nereus.passes.route import Route
 from nereus.passes.schedule import WaveSchedule
 
 
-def pipeline(slice_bytes: int = 16, stripe: int = 16, window: int = 256, mode: str = "auto") -> Pipeline:
-    """Options small enough that tiny models are cut into slices and stripes and sent in many waves."""
+def pipeline(slice_bytes: int = 16, stripe: int = 16, window: int = 256, mode: str = "auto", bulk: int = 1) -> Pipeline:
+    """Options small enough that tiny models are cut into slices and stripes and sent in many waves, and that what can
+    be routed together is."""
     return Pipeline(
-        route=Route(min_stripe_bytes=stripe),
+        route=Route(min_stripe_bytes=stripe, bulk=bulk),
         schedule=WaveSchedule(window_bytes=window, min_slice_bytes=slice_bytes),
         mode=mode,
     )

@@ -99,6 +99,17 @@ def test_a_repaired_routing_delivers_the_same_and_is_never_slower(pair: tuple[Pl
     assert arriving(repaired) == arriving(routed)
 
 
+@examples(30)
+@given(pairs())
+def test_what_is_routed_together_arrives_as_one_by_one(pair: tuple[Plan, Plan]) -> None:
+    found = compile_or_confirm(*pair, pipeline())
+    assume(found is not None and found.schedule.moves)
+    assert found is not None
+    together, alone = (Route(min_stripe_bytes=64, flow_bound=0, bulk=n).apply(found.diff) for n in (1, 10**6))
+    assert arriving(together) == arriving(alone)
+    assert bool((together.moves.after < together.moves.relays[0]).all())
+
+
 def arriving(routed: Routed) -> dict[tuple[int, int], int]:
     """Bytes per place and table."""
     found: dict[tuple[int, int], int] = {}

@@ -15,6 +15,7 @@ OPTIONS = st.builds(
     slice_bytes=st.sampled_from([100, 400, 400, 2000]),
     stripe=st.sampled_from([4, 40, 200]),
     window=st.sampled_from([400, 1024, 4096]),
+    bulk=st.sampled_from([1, 2, 64]),
 )
 
 
