@@ -190,8 +190,8 @@ def _port_costs(src: IntArray, dst: IntArray, num_bytes: IntArray, links: Links)
     copied = local & src_host & dst_host & (src != dst)
     ports = np.stack(
         (
-            src_device,
-            num_devices + dst_device,
+            np.where(local, none, src_device),  # inside one memory nothing passes a device's port
+            np.where(local, none, num_devices + dst_device),
             np.where(inter, first + src_rail, np.where(copied, first + 2 * num_rails + src_node, none)),
             np.where(inter, first + num_rails + dst_rail, none),
         ),
