@@ -23,7 +23,7 @@ run cat longer.plan
 say "4/6  What the change would move, cost and need"
 run nereusc diff base.plan longer.plan
 
-say "5/6  The change executed: 8 GPUs on 4 local processes over gloo, the model scaled down, there and back again"
+say "5/6  The change executed: 8 GPUs on 4 local processes over TCP, the model scaled down, there and back again"
 run nereusc run base.plan longer.plan base.plan --procs 4 --scale auto
 
 say "6/6  A living job: PPO on 4 processes; the plan changes, one process is killed, another takes its place"

@@ -87,7 +87,7 @@ class ExecutionReport:
     promised: tuple[tuple[Device, int], ...]
     released: Released
     phases_s: tuple[tuple[str, float], ...]
-    #: Received by reading the sender's memory, and why other processes of this host were reached over gloo.
+    #: Received by reading the sender's memory, and why other processes of this host were reached over TCP.
     direct_bytes: int = 0
     notes: tuple[str, ...] = ()
     #: (slot, tensors) of live moves: held before, wanted by nobody, and said to be dropped.
@@ -118,6 +118,10 @@ class Stopwatch:
     """Seconds by phase."""
 
     phases: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.phases.values())
 
     def add(self, phase: str, seconds: float) -> None:
         self.phases[phase] = self.phases.get(phase, 0.0) + seconds

@@ -8,8 +8,7 @@ leaves the old state as it was. In tight mode each wave ends with an agreement, 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -35,13 +34,10 @@ from nereus.runtime.account import (
 from nereus.runtime.faults import DAMAGED_MESSAGE, DIFFERENT_DIGEST, WRONG_STATE, Fault, first_line
 from nereus.runtime.state import Allocate, DeviceState, allocate, fresh_bytes, key_of, same_place
 from nereus.runtime.transports.attach import LEAST_ROW_BYTES
-from nereus.runtime.transports.base import CHECKSUM_MASK, Parcel, Transport
+from nereus.runtime.transports.base import TURNS, Outgoing, Parcel, Transport
 from nereus.runtime.validate import validate
 
 TIGHT = "tight"
-
-#: Pieces of a message under way at one time from staging that is used again: one is packed while another is sent.
-_STREAM = 2
 
 T = TypeVar("T")
 
@@ -87,8 +83,7 @@ class _Participant:
 @dataclass(slots=True)
 class _InFlight:
     """A message under way. ``buffers``: one for each piece; ``staged``: whether it is staging, not the storage itself.
-    ``total``: checksum of what has arrived so far. ``in_turn``: pieces use the same staging one after another, a
-    sender's once the one before is settled, of those ``under_way``."""
+    Staged pieces share memory in turns: a core still has it in its cache."""
 
     owner: _Participant
     message: Message
@@ -96,9 +91,6 @@ class _InFlight:
     buffers: list[torch.Tensor] = field(default_factory=list)
     staged: list[bool] = field(default_factory=list)
     staged_bytes: int = 0
-    in_turn: bool = False
-    under_way: deque[Parcel] = field(default_factory=deque)
-    total: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -217,17 +209,14 @@ class _Executor:
         steps = [(p, p.program.waves[number]) for p in self.participants if number < len(p.program.waves)]
         self._timed("acquire", lambda: self._acquire(steps))
         self._timed("copy", lambda: self._copies((p, c) for p, w in steps for c in w.copies))
-        receives = self._timed(
-            "pack", lambda: self._flights(((p, m) for p, w in steps for m in w.receives), sends=False)
-        )
-        sends = self._timed("pack", lambda: self._flights(((p, m) for p, w in steps for m in w.sends), sends=True))
-        self._receive(number, receives)
-        self._send(number, sends)
-        self._verify(receives, self._wait(receives))
+        incoming = [(p, m) for p, w in steps for m in w.receives]
+        receives = self._timed("pack", lambda: self._flights(incoming, turns=1))
+        outgoing = [(p, m) for p, w in steps for m in w.sends]
+        sends = self._timed("pack", lambda: self._flights(outgoing, turns=TURNS))
+        self._exchange(receives, sends)
         for flight in (*sends, *receives):
             flight.owner.account.stage(-flight.staged_bytes)
             flight.buffers.clear()
-            flight.under_way.clear()
         self.num_messages += len(sends)
         self.sent += sum(flight.num_bytes for flight in sends)
         self._timed("copy", lambda: self._copies((p, c) for p, w in steps for c in w.derives))
@@ -252,104 +241,73 @@ class _Executor:
             copy(p.data, blocks.src.table, blocks.dst.table, cast=blocks.cast)
             self.copied += _bytes_of(blocks.dst.table, p.widths)
 
-    def _flights(self, messages: Iterable[tuple[_Participant, Message]], *, sends: bool) -> list[_InFlight]:
-        """The messages cut, and staging for all pieces that the transport cannot take from or put to their place."""
+    def _flights(self, messages: Iterable[tuple[_Participant, Message]], *, turns: int) -> list[_InFlight]:
+        """The messages cut, and staging for all pieces that the transport cannot take from or put to their place: for
+        ``turns`` pieces of each message at a time."""
         flights = []
         for p, message in messages:
             self._blame(p)
             flight = _InFlight(p, message, pieces(message.blocks.table, p.widths))
             direct = self.transport.direct(p.device, message.peer)
-            streams = sends and self.transport.streams(p.device, message.peer)
             places = [_place(p.data, what, direct=direct) for what in flight.pieces]
             flight.staged = [place is None for place in places]
-            sizes = [
-                _aligned(w.num_bytes) if place is None else 0 for w, place in zip(flight.pieces, places, strict=True)
-            ]
-            # Pieces that take turns share memory, which then stays in a core's cache: a stream's go in few buffers, and
-            # what is read from a sender's memory is read, and put to its place, one after another.
-            few = _STREAM if streams else 1 if direct and not sends else len(sizes)
-            size, turns = max(sizes, default=0), sum(map(bool, sizes))
-            room = fresh_bytes(min(sum(sizes), min(few, turns) * size))
-            flight.in_turn = sum(sizes) > len(room)
-            payload = sum(w.num_bytes for w, place in zip(flight.pieces, places, strict=True) if place is None)
-            flight.staged_bytes = min(payload, len(room))
+            sizes = [what.num_bytes for what, staged in zip(flight.pieces, flight.staged, strict=True) if staged]
+            size, few = _aligned(max(sizes, default=0)), min(turns, len(sizes))
+            room = fresh_bytes(size * few)
+            flight.staged_bytes = min(sum(sizes), len(room))
             p.account.stage(flight.staged_bytes)
-            turn = position = 0
+            turn = 0
             for what, place in zip(flight.pieces, places, strict=True):
                 if place is None:
-                    place = room.narrow(0, turn % few * size if flight.in_turn else position, what.num_bytes)
-                    turn, position = turn + 1, position + _aligned(what.num_bytes)
+                    place = room.narrow(0, turn % few * size, what.num_bytes)
+                    turn += 1
                 flight.buffers.append(place)
             flights.append(flight)
         return flights
 
-    def _receive(self, wave: int, flights: list[_InFlight]) -> None:
-        """All receives first: whatever a peer sends from now on has a place to go."""
+    def _exchange(self, receives: list[_InFlight], sends: list[_InFlight]) -> None:
+        """Each piece is packed when it can go, and what arrives is put to its place, and read back from there for the
+        checksum, while others are under way."""
+        flights = {flight.message.tag: flight for flight in receives}
         parcels = [
             Parcel(flight.message.tag, flight.message.peer, flight.owner.device, data, part=part)
-            for flight in flights
+            for flight in receives
             for part, data in enumerate(flight.buffers)
         ]
-        self._blame(None)
-        self._timed("transfer", lambda: self.transport.post(wave, [], parcels))
+        outgoing = [Outgoing(f.owner.device, f.message.peer, self._packed(f)) for f in sends]
 
-    def _send(self, wave: int, flights: list[_InFlight]) -> None:
-        """Pieces of all messages in turn, so that every peer has something to receive; each goes when it is packed."""
-        most = max((len(flight.pieces) for flight in flights), default=0)
-        for part in range(most):
-            for flight in flights:
-                if part < len(flight.pieces):
-                    if flight.staged[part] and flight.in_turn and len(flight.under_way) == _STREAM:
-                        before = flight.under_way.popleft()
-                        self._timed("transfer", lambda p=before: self.transport.settle(p, self.options.deadline_s))  # type: ignore[misc]
-                    self._blame(flight.owner)
-                    parcel = self._timed("pack", lambda f=flight, i=part: self._pack(f, i))  # type: ignore[misc]
-                    self._blame(None)
-                    self._timed("transfer", lambda p=parcel: self.transport.post(wave, [p], []))  # type: ignore[misc]
-
-    def _pack(self, flight: _InFlight, part: int) -> Parcel:
-        p, what, data = flight.owner, flight.pieces[part], flight.buffers[part]
-        total = gather(p.data, what, p.keys, data) if flight.staged[part] else stored(p.data, what, p.keys)
-        parcel = Parcel(flight.message.tag, p.device, flight.message.peer, data, total, part, flight.staged[part])
-        if parcel.staged:
-            flight.under_way.append(parcel)
-        return parcel
-
-    def _wait(self, receives: list[_InFlight]) -> Mapping[int, int]:
-        """What arrives goes to its place, and is read back from there for the checksum, while the rest is under way."""
-        flights = {flight.message.tag: flight for flight in receives}
-        worked_s = 0.0
-
-        def arrived(parcel: Parcel) -> None:
-            nonlocal worked_s
-            begin = time.monotonic()
+        def arrived(parcel: Parcel, checksum: int) -> None:
             flight = flights[parcel.tag]
             p, what = flight.owner, flight.pieces[parcel.part]
             self._blame(p)
             if flight.staged[parcel.part]:
-                flight.total += self._timed("unpack", lambda: land(p.data, what, p.keys, parcel.data))
+                found = self._timed("unpack", lambda: land(p.data, what, p.keys, parcel.data))
             else:
-                flight.total += self._timed("verify", lambda: stored(p.data, what, p.keys))
-            self._blame(None)
-            worked_s += time.monotonic() - begin
-
-        begin = time.monotonic()
-        self._blame(None)
-        try:
-            return self.transport.wait(self.options.deadline_s, arrived)
-        finally:
-            self.clock.add("transfer", time.monotonic() - begin - worked_s)
-
-    def _verify(self, receives: list[_InFlight], checksums: Mapping[int, int]) -> None:
-        """What lies in the storages now, read back through the same blocks, is what was sent."""
-        for flight in receives:
-            self._blame(flight.owner)
-            tag = flight.message.tag
-            if flight.pieces and flight.total & CHECKSUM_MASK != checksums[tag]:
+                found = self._timed("verify", lambda: stored(p.data, what, p.keys))
+            if found != checksum:
                 raise self._damaged(flight)
-            self.received[tag] = flight.num_bytes
+            self._blame(None)
+
+        self._blame(None)
+        before, begin = self.clock.total_s, time.monotonic()
+        try:
+            self.transport.exchange(outgoing, parcels, arrived, self.options.deadline_s)
+        finally:
+            self.clock.add("transfer", time.monotonic() - begin - (self.clock.total_s - before))
+        for flight in receives:
+            self.received[flight.message.tag] = flight.num_bytes
             if self.transport.direct(flight.message.peer, flight.owner.device):
                 self.direct += flight.num_bytes
+
+    def _packed(self, flight: _InFlight) -> Iterator[Parcel]:
+        p, message = flight.owner, flight.message
+        for part, (what, data, staged) in enumerate(zip(flight.pieces, flight.buffers, flight.staged, strict=True)):
+            self._blame(p)
+            begin = time.monotonic()
+            total = gather(p.data, what, p.keys, data) if staged else stored(p.data, what, p.keys)
+            self.clock.add("pack", time.monotonic() - begin)
+            self._blame(None)
+            yield Parcel(message.tag, p.device, message.peer, data, total, part, staged)
 
     def _damaged(self, flight: _InFlight) -> Fault:
         first = flight.owner.spec(int(flight.message.blocks.table[0, 0]))

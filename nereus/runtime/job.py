@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from nereus.runtime.faults import ALLOCATION_FAILED, WRONG_ELEMENTS, Drill, Faul
 from nereus.runtime.reference import CheckResult, check, fill, fresh_slots, initialise
 from nereus.runtime.reference_values import Values
 from nereus.runtime.state import DeviceState, allocate
-from nereus.runtime.transports.base import Parcel, Transport
+from nereus.runtime.transports.base import Outgoing, Parcel, Transport
 
 #: Called with small dictionaries: {"kind": "phase" | "progress", "process", "step", ...}.
 Emit = Callable[[dict[str, Any]], None]
@@ -172,7 +173,7 @@ def _with_drill(drill: Drill, options: ExecutorOptions, transport: Transport) ->
         raise Fault(ALLOCATION_FAILED, f"a drill: no memory for {spec.numel} x {spec.dtype} of {spec.tensor}")
 
     if drill.kind == "corrupt":
-        _corrupt_posts(drill, transport)
+        _corrupt(drill, transport)
     return (
         ExecutorOptions(
             deadline_s=options.deadline_s,
@@ -184,20 +185,27 @@ def _with_drill(drill: Drill, options: ExecutorOptions, transport: Transport) ->
     )
 
 
-def _corrupt_posts(drill: Drill, transport: Transport) -> None:
-    """Flip one bit of the first message from the drill's wave on, in a copy: the sender's state stays right."""
-    post = transport.post
-    done = False
+def _corrupt(drill: Drill, transport: Transport) -> None:
+    """Flip one bit of the first piece from the drill's wave on, in a copy: the sender's state stays right."""
+    exchange = transport.exchange
+    done, waves = False, itertools.count()
 
-    def corrupting(wave: int, sends: Any, receives: Any) -> None:
+    def damaged(pieces: Iterator[Parcel]) -> Iterator[Parcel]:
         nonlocal done
-        sends = list(sends)
-        if wave >= drill.wave and sends and not done:
-            done = True
-            parcel: Parcel = sends[0]
-            data = parcel.data.clone().view(-1)
-            data[len(data) // 2] ^= 16
-            sends[0] = Parcel(parcel.tag, parcel.src, parcel.dst, data, parcel.checksum)
-        post(wave, sends, receives)
+        for parcel in pieces:
+            data = parcel.data
+            if not done:
+                done = True
+                data = data.clone().view(-1)
+                data[len(data) // 2] ^= 16
+                kept.append(data)
+            yield Parcel(parcel.tag, parcel.src, parcel.dst, data, parcel.checksum, parcel.part, parcel.staged)
 
-    transport.post = corrupting  # type: ignore[method-assign]
+    kept: list[torch.Tensor] = []  # a receiver may read it later
+
+    def corrupting(sends: Sequence[Outgoing], receives: Any, arrived: Any, deadline_s: float) -> None:
+        if next(waves) >= drill.wave:
+            sends = [Outgoing(each.src, each.dst, damaged(each.pieces)) for each in sends]
+        exchange(sends, receives, arrived, deadline_s)
+
+    transport.exchange = corrupting  # type: ignore[method-assign]

@@ -27,7 +27,7 @@ from nereus.runtime.account import ExecutionReport
 from nereus.runtime.adapters.base import BindError, Binding
 from nereus.runtime.codec import decode, encode
 from nereus.runtime.executor import ExecutorOptions, execute
-from nereus.runtime.faults import first_line
+from nereus.runtime.faults import Fault, first_line
 from nereus.runtime.footprint import check_memory, row_starts, zero_padding
 from nereus.runtime.live_compile import (
     ALL,
@@ -43,8 +43,8 @@ from nereus.runtime.live_compile import (
 from nereus.runtime.relocate import Home, homes, relocate
 from nereus.runtime.replicas import Sums, check_repeats, difference, sums
 from nereus.runtime.state import DeviceState
-from nereus.runtime.transports.gloo import Gloo
 from nereus.runtime.transports.inprocess import InProcess
+from nereus.runtime.transports.sockets import Sockets
 
 __all__ = ["ALL", "MoveError", "move", "move_here"]
 
@@ -132,18 +132,20 @@ def move(
 
 
 class Connections:
-    """Between the processes of a job: made for its first move, there for the next ones. Not for two at a time."""
+    """Between the processes of a job: made for its first move, there for the next ones. Not for two at a time.
+    ``stop``: asked in every wait, ten times a second; what it returns is raised."""
 
-    def __init__(self, *, keep: bool = True) -> None:
-        self._keep = keep
-        self._kept: Gloo | None = None
+    def __init__(self, *, keep: bool = True, stop: Callable[[], Fault | None] = lambda: None) -> None:
+        self._keep, self._stop = keep, stop
+        self._made: Sockets | None = None
 
-    def transport(self, move: Prepared, store: Any, name: str, deadline_s: float) -> Gloo:
+    def transport(self, move: Prepared, store: Any, name: str, deadline_s: float) -> Sockets:
         """Raises Fault where the processes do not find each other."""
         process_of = {device: at for at, own in enumerate(move.part.devices) for device in own}
-        if self._kept is not None and self._kept.again(name, process_of):
-            return self._kept
-        made = Gloo(
+        if self._keep and self._made is not None and self._made.again(name, process_of):
+            return self._made
+        self.close()
+        self._made = Sockets(
             store=store,
             name=name,
             process=move.rank,
@@ -152,15 +154,20 @@ class Connections:
             deadline_s=deadline_s,
             address=move.address,
             keep=self._keep,
+            stop=self._stop,
         )
-        self._kept = made if self._keep else None
-        return made
+        return self._made
+
+    def abort(self, reason: str) -> None:
+        """From another thread: whatever a move waits for ends at once, with ``reason``."""
+        if (made := self._made) is not None:
+            made.abort(reason)
 
     def close(self) -> None:
         """Once all processes are done with the last move."""
-        if self._kept is not None:
-            self._kept.drop()
-            self._kept = None
+        if self._made is not None:
+            self._made.drop()
+            self._made = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

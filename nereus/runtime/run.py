@@ -61,7 +61,7 @@ def run_pair(
 ) -> RunReport:
     """Execute ``old -> new -> *chain``, each change on the state that the one before left, and check all of it.
 
-    ``procs``: worker processes over gloo; 0 or 1 = all devices in this process. ``on_event`` gets small dictionaries
+    ``procs``: worker processes over TCP; 0 or 1 = all devices in this process. ``on_event`` gets small dictionaries
     (kind: phase, progress, ended, ...). A change that goes wrong is in the report; raises DiagnosticError where a plan
     does not compile or cannot run here.
     """
@@ -104,7 +104,7 @@ def run_pair(
     rss = [r.peak_rss_bytes for r in results if r is not None and r.peak_rss_bytes is not None]
     return RunReport(
         ok=not faults,
-        transport="gloo" if num_processes > 1 else "inprocess",
+        transport="tcp" if num_processes > 1 else "inprocess",
         num_processes=num_processes,
         scale=str(scale),
         models=tuple(_describe(m, p) for m, p in zip(old.models, plans[0].models, strict=True)),

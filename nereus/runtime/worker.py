@@ -23,7 +23,7 @@ from nereus.runtime.codec import decode, encode
 from nereus.runtime.faults import Fault
 from nereus.runtime.job import Job, run_job
 from nereus.runtime.transports.base import Transport
-from nereus.runtime.transports.gloo import Gloo, open_store
+from nereus.runtime.transports.sockets import Sockets, open_store
 
 #: After a process has failed, the others have this long to say so too.
 GRACE_S = 5.0
@@ -60,7 +60,7 @@ def _work(folder: str, process: int) -> int:
     store = open_store(os.path.join(folder, "store"), job.num_processes)
 
     def transport(step: int) -> Transport:
-        return Gloo(
+        return Sockets(
             store=store,
             name=f"step{step}",
             process=process,

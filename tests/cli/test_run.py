@@ -95,7 +95,7 @@ def test_json_of_a_chain_there_and_back(nereusc: Callable[..., Ran]) -> None:
         (("--scale", "tiny"), "a scale is auto"),
         (("--deadline", "0"), "--deadline"),
         (("--deadline", "nan"), "--deadline"),
-        (("--transport", "gloo"), "--procs 2"),
+        (("--transport", "tcp"), "--procs 2"),
         (("--transport", "inprocess", "--procs", "2"), "one process"),
         (("--drill", "hang"), "--procs 2"),
     ],

@@ -15,7 +15,7 @@ from nereus.ir.cluster import Device
 from nereus.ir.program import Blocks, Message, Program, StorageSpec, Wave
 from nereus.runtime.executor import ExecutionFailed, ExecutorOptions, execute
 from nereus.runtime.state import DeviceState
-from nereus.runtime.transports import gloo
+from nereus.runtime.transports import sockets
 
 #: Two pieces of 8 MB, in rows that lie apart on both sides.
 ROWS, COLS, STRIDE = 512, 8192, 9000
@@ -47,11 +47,11 @@ def main(folder: str, process: int, *, die: bool) -> None:
     made = program(device)
     if device == SENDER:
         state.put(made.storages[0], content)
-    store = gloo.open_store(os.path.join(folder, "store"), 2)
-    transport = gloo.Gloo(
+    store = sockets.open_store(os.path.join(folder, "store"), 2)
+    transport = sockets.Sockets(
         store=store, name="t", process=process, num_processes=2, process_of={SENDER: 0, RECEIVER: 1}, deadline_s=20.0
     )
-    genuine, reads = gloo.read, 0
+    genuine, reads = sockets.read, 0
 
     def read(pid: int, *rows: object) -> None:
         nonlocal reads
@@ -61,7 +61,7 @@ def main(folder: str, process: int, *, die: bool) -> None:
             time.sleep(0.2)
         genuine(pid, *rows)
 
-    gloo.read = read
+    sockets.read = read
     begin = time.monotonic()
     said: dict[str, object] = {}
     try:

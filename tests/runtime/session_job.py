@@ -6,10 +6,12 @@ bit, and a run without any change says what all of it must be.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ from nereus.runtime.faults import EXPELLED, Fault
 from nereus.runtime.session.attach import attach
 from nereus.runtime.session.job import COMMUNICATION, Aborted, Job
 from nereus.runtime.session.members import View
+from nereus.runtime.transports.base import Parcel
+from nereus.runtime.transports.sockets import Sockets
 
 ARCH = Arch(
     family="llama",
@@ -153,7 +157,8 @@ def main(
     form: str = "safetensors",
     loop: dict[str, Any] | None = None,
 ) -> None:
-    """``changes``: after step s to plan number p. ``fault``: {"device", "phase" | "step", "kind", "epoch"}.
+    """``changes``: after step s to plan number p. ``fault``: {"device", "phase" | "step" | "piece", "kind", "epoch"};
+    "piece": when that many pieces of moves have arrived.
     ``restore``: a checkpoint to begin from; ``saves``: after step s to a checkpoint of ``form``.
     ``rehearsals``: after step s of plan number p, before the change.
     ``requests``: after step s one process asks for plan number p, to be served at that boundary or the next.
@@ -161,6 +166,7 @@ def main(
     torch.set_num_threads(1)
     # A process that replaces another is not to fail as that one did.
     broken = fault is not None and fault.get("once", False) and bool(list(Path(folder).glob(f"journal-{device}-*")))
+    pieces = itertools.count()
     job: Job
 
     def on_phase(phase: str) -> None:
@@ -172,7 +178,17 @@ def main(
         broken = True
         strike(fault["kind"])
 
+    def on_piece(data: torch.Tensor) -> None:
+        nonlocal broken
+        if fault is None or broken or device != fault["device"] or next(pieces) != fault.get("piece"):
+            return
+        broken = True
+        if fault["kind"] == "corrupt":
+            data.view(-1)[len(data) // 2] ^= 16
+        strike(fault["kind"])
+
     def strike(kind: str) -> None:
+        Path(folder, f"struck-{device}").touch()
         if kind == "machine":  # the parent stands for it
             os.kill(os.getppid(), signal.SIGKILL)
             kind = "kill"
@@ -211,6 +227,7 @@ def main(
     job.bind("actor.generate", build)
     log: list[str] = []
     compiled = _counted()
+    _tell_of_pieces(on_piece)
     try:
         job.start(loop or {"step": 0})
         if restore:
@@ -268,6 +285,20 @@ def main(
     except Fault as error:
         _leave(folder, device, {"log": log, "fault": error.code, "text": str(error)})
         raise SystemExit(3 if error.code == EXPELLED else 4) from None
+
+
+def _tell_of_pieces(on_piece: Callable[[torch.Tensor], None]) -> None:
+    """``on_piece`` is called with the memory of everything that arrives in a move, before it is looked at."""
+    genuine = Sockets.exchange
+
+    def exchange(self: Sockets, sends: Any, receives: Any, arrived: Any, deadline_s: float) -> None:
+        def told(parcel: Parcel, checksum: int) -> None:
+            on_piece(parcel.data)
+            arrived(parcel, checksum)
+
+        genuine(self, sends, receives, told, deadline_s)
+
+    Sockets.exchange = exchange  # type: ignore[method-assign]
 
 
 def _counted() -> list[str]:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from nereus.kernels.move import PIECE_BYTES  # noqa: E402
 from nereus.runtime.transports.attach import Card, Rows, meet, read, reason  # noqa: E402
 
 CHILD = Path(__file__).with_name("attach_child.py")
@@ -120,10 +121,10 @@ def test_a_move_takes_rows_from_storage_to_storage(tmp_path: Path) -> None:
 
 
 @pytest.mark.procs
-def test_switched_off_the_same_bytes_come_over_gloo(tmp_path: Path) -> None:
+def test_switched_off_the_same_bytes_come_over_tcp(tmp_path: Path) -> None:
     said = moved(tmp_path, NEREUS_SAME_HOST="0")
     assert said["right"] is True
-    assert (said["direct"], said["received"], said["staging"]) == (0, NUM_BYTES, NUM_BYTES)
+    assert (said["direct"], said["received"], said["staging"]) == (0, NUM_BYTES, PIECE_BYTES)
 
 
 @needs_reads

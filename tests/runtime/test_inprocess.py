@@ -19,7 +19,7 @@ from nereus.runtime.job import Job, Step, run_job  # noqa: E402
 from nereus.runtime.reference import check, fill  # noqa: E402
 from nereus.runtime.reference_values import Values  # noqa: E402
 from nereus.runtime.state import fresh_bytes  # noqa: E402
-from nereus.runtime.transports.base import Parcel  # noqa: E402
+from nereus.runtime.transports.base import Outgoing, Parcel  # noqa: E402
 from nereus.runtime.transports.inprocess import InProcess  # noqa: E402
 
 EIGHT = cluster(4, 4)
@@ -113,20 +113,24 @@ def test_what_is_released_is_given_back_as_the_system_reads_it() -> None:
 
 
 class Damaging(InProcess):
-    """Flips one bit of one message on its way."""
+    """Flips one bit of one piece on its way."""
 
-    def post(self, wave: int, sends: Any, receives: Any) -> None:
-        if wave == 1 and sends:
-            first = sends[0]
-            data = first.data.clone()
-            data[-1] ^= 1
-            sends = [Parcel(first.tag, first.src, first.dst, data, first.checksum), *sends[1:]]
-        super().post(wave, sends, receives)
+    def exchange(self, sends: Any, receives: Any, arrived: Any, deadline_s: float) -> None:
+        def damaged(pieces: Any) -> Any:
+            for first in pieces:
+                data = first.data.clone()
+                data[-1] ^= 1
+                yield Parcel(first.tag, first.src, first.dst, data, first.checksum, first.part)
+                break
+            yield from pieces
+
+        broken = [Outgoing(each.src, each.dst, damaged(each.pieces)) for each in sends[:1]]
+        super().exchange([*broken, *sends[1:]], receives, arrived, deadline_s)
 
 
 class Losing(InProcess):
-    def post(self, wave: int, sends: Any, receives: Any) -> None:
-        super().post(wave, sends[:-1], receives)
+    def exchange(self, sends: Any, receives: Any, arrived: Any, deadline_s: float) -> None:
+        super().exchange(sends[:-1], receives, arrived, deadline_s)
 
 
 def refuse_third() -> Any:

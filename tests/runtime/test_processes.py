@@ -1,4 +1,4 @@
-"""Real processes over gloo, with compiled programs: N to M, chains, growth, shrink, lost nodes, and every drill."""
+"""Real processes over TCP, with compiled programs: N to M, chains, growth, shrink, lost nodes, and every drill."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def good(report: RunReport) -> RunReport:
 
 @pytest.mark.parametrize("same_host", ["0", "1"])
 def test_four_processes(monkeypatch: pytest.MonkeyPatch, same_host: str) -> None:
-    """Over gloo alone, and by reads of each other's memory."""
+    """Over TCP alone, and by reads of each other's memory."""
     monkeypatch.setenv("NEREUS_SAME_HOST", same_host)
     report = good(run(trainer(FOUR, tp=2, pp=2), trainer(FOUR, tp=4), procs=4))
-    assert (report.transport, report.num_processes) == ("gloo", 4)
+    assert (report.transport, report.num_processes) == ("tcp", 4)
     assert report.steps[0].moved_bytes > 0
 
 

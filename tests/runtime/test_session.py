@@ -62,9 +62,10 @@ PLANS = (
     plan("without gpu0", 3, first=1),
     with_engine("engine tp2", trained={"tp": 1, "pp": 2}, served={"tp": 2}),
     with_engine("engine tp1", trained={"tp": 2}, served={"tp": 1}),
+    *(plan(f"only gpu{number}", 1, first=number) for number in (1, 2, 3)),
     elsewhere(),
 )
-TP2, DP2, PP2, TP4, UNEVEN, ONE, DP4, WITHOUT_3, WITHOUT_0, ENGINE_TP2, ENGINE_TP1 = range(len(PLANS) - 1)
+TP2, DP2, PP2, TP4, UNEVEN, ONE, DP4, WITHOUT_3, WITHOUT_0, ENGINE_TP2, ENGINE_TP1, *ONLY = range(len(PLANS) - 1)
 ELSEWHERE = len(PLANS) - 1
 
 

@@ -47,9 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--transport",
-        choices=("auto", "inprocess", "gloo"),
+        choices=("auto", "inprocess", "tcp"),
         default="auto",
-        help="how messages travel (default: gloo between processes)",
+        help="how messages travel (default: tcp between processes)",
     )
     parser.add_argument(
         "--scale",
@@ -128,8 +128,8 @@ def _processes(args: argparse.Namespace) -> int:
     if not 0 < args.deadline <= 86400:
         raise UsageError("--deadline: seconds, more than 0 and at most a day")
     procs: int = max(1, args.procs)
-    if args.transport == "gloo" and procs == 1:
-        raise UsageError("--transport gloo works between processes: give --procs 2 or more")
+    if args.transport == "tcp" and procs == 1:
+        raise UsageError("--transport tcp works between processes: give --procs 2 or more")
     if args.transport == "inprocess" and procs > 1:
         raise UsageError(f"--transport inprocess works in one process, not in --procs {procs}")
     if args.drill in ("exit", "hang") and procs == 1:
@@ -247,7 +247,7 @@ def _total(report: RunReport) -> str:
 
 def _step_text(step: StepReport, report: RunReport, out: Output) -> str:
     name = f"{os.path.basename(step.old) or 'old'} -> {os.path.basename(step.new) or 'new'}"
-    where = f"{report.num_processes} processes over gloo" if report.num_processes > 1 else "this process"
+    where = f"{report.num_processes} processes over TCP" if report.num_processes > 1 else "this process"
     same = step.moved_bytes == step.predicted_moved_bytes
     predicted = "as predicted" if same else f"{format_bytes(step.predicted_moved_bytes)} predicted"
     links = ", ".join(f"{format_bytes(size)} {link}" for link, size in step.bytes_by_link)

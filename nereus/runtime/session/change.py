@@ -113,7 +113,7 @@ class Change:
         self.before: dict[str, tuple[float, ...] | None] = {}
         self.phases_s: dict[str, float] = {}
         self.moved_bytes = self.peak_bytes = self.promised_bytes = 0
-        self.connections = Connections()
+        self.connections = Connections(stop=self._ended)
 
     def run(self) -> tuple[Outcome, Built | None]:
         """The outcome, and the new objects where it committed."""
@@ -149,7 +149,8 @@ class Change:
         return self._outcome(said), None
 
     def abort(self, reason: str) -> None:
-        """From another thread: end the waits on the new communicators."""
+        """From another thread: end the waits on the new communicators, and in a move."""
+        self.connections.abort(reason)
         if (built := self.built) is not None:
             built.groups.abort(reason)
 

@@ -124,7 +124,7 @@ class Job:
         self._turn = 0
         self._syncs = 0
         self._prepared: dict[tuple[str, str], Prepared] = {}
-        self._connections = Connections()
+        self._connections = Connections(stop=self.loss)
         self._checkpoints = 0
         self._requested: Plan | None = None
         self._rehearses = False
@@ -475,6 +475,7 @@ class Job:
         changing, built = self._changing, self._built
         if built is not None and (fault := losses.among(self.members)) is not None:
             built.groups.abort(fault.text)
+            self._connections.abort(fault.text)
             for hook in self._on_loss:
                 hook(fault)
         if changing is not None and (fault := losses.among(changing.command.members)) is not None:

@@ -8,7 +8,7 @@ which also proves that b's number means b here (containers have process numbers 
 
 Not permitted: other users' processes; where ``kernel.yama.ptrace_scope`` is 1 (Ubuntu's default) processes that did not
 agree, so each agrees for as long as its transport is open (``PR_SET_PTRACER``); where it is 2 or 3, and where a
-container's seccomp rules forbid the call, everybody. Then gloo carries the bytes, and the report says why.
+container's seccomp rules forbid the call, everybody. Then TCP carries the bytes, and the report says why.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def reason(error: OSError) -> str:
 
 
 def switched_on() -> bool:
-    """NEREUS_SAME_HOST=0: everything goes over gloo."""
+    """NEREUS_SAME_HOST=0: everything goes over TCP."""
     return os.environ.get("NEREUS_SAME_HOST") != "0"
 
 

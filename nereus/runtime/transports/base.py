@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,13 +13,15 @@ from nereus.ir.cluster import Device
 #: Checksums are sums modulo 2^64.
 CHECKSUM_MASK = (1 << 64) - 1
 
+#: Pieces of a message that may be under way at one time: as many buffers in turn are enough for its sender.
+TURNS = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
     """One piece of a message. ``data``: uint8, contiguous, or [rows, bytes of a row] where the transport is ``direct``;
-    a sender's is read, a receiver's is filled; neither may change until the end of ``wait``, but a receiver's that has
-    arrived may be read. ``checksum``: of a sender's piece; ``staged``: it may change after ``wait`` (a storage is left
-    alone until all processes have agreed, which is later)."""
+    a sender's is read, a receiver's is filled. ``checksum``: of a sender's piece; ``staged``: its memory is used again
+    after ``TURNS`` more pieces (a storage is left alone until all processes have agreed, which is later)."""
 
     tag: int
     src: Device
@@ -28,6 +30,20 @@ class Parcel:
     checksum: int = 0
     part: int = 0
     staged: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A message that is made while it is sent. ``pieces`` gives them in order of ``part``, and is asked for the next
+    when there is room for it."""
+
+    src: Device
+    dst: Device
+    pieces: Iterator[Parcel]
+
+
+#: A receiver's piece that has arrived, and its checksum as its sender has it. Its memory may then be used again.
+Arrived = Callable[[Parcel, int], None]
 
 
 class Transport(Protocol):
@@ -46,19 +62,11 @@ class Transport(Protocol):
     def direct(self, src: Device, dst: Device) -> bool:
         """Whether the receiver copies out of the sender's memory: rows need not be packed then."""
 
-    def streams(self, src: Device, dst: Device) -> bool:
-        """Whether a sender may use a piece's memory again once it is settled, not only after ``wait``."""
-
-    def settle(self, parcel: Parcel, deadline_s: float) -> None:
-        """Until that piece is sent; not for one whose receiver has not posted it by now, or will without waiting."""
-
-    def post(self, wave: int, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
-        """Start pieces of a wave's messages; none waits for another. May be called several times in a wave; the pieces
-        of one message in order of ``part``."""
-
-    def wait(self, deadline_s: float, arrived: Callable[[Parcel], None]) -> dict[int, int]:
-        """Until all that was posted is there and sent. ``arrived`` is called with every received piece, while others
-        are still under way. Returns, for every received tag, the sum modulo 2^64 of its pieces' checksums."""
+    def exchange(
+        self, sends: Sequence[Outgoing], receives: Sequence[Parcel], arrived: Arrived, deadline_s: float
+    ) -> None:
+        """The messages of one wave, until all that is received is there and all that is sent has left. Of one message
+        the pieces arrive in order, each before the next has begun to; ``arrived`` is called with every one."""
 
     def gather(self, text: str, deadline_s: float) -> tuple[str, ...]:
         """Every process's ``text``, in process order. Also a barrier."""
@@ -68,6 +76,9 @@ class Transport(Protocol):
 
     def fail(self, error: Exception) -> Exception:
         """Tell the others why this process stops, release those who wait for it, return the first failure of all."""
+
+    def abort(self, reason: str) -> None:
+        """From another thread: whatever this process waits for ends at once, with ``reason``."""
 
     def close(self, deadline_s: float) -> None:
         """End in good order: after it nothing of this transition is under way."""

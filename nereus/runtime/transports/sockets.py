@@ -1,0 +1,368 @@
+"""Between processes: a TCP connection for every two of them, and reads of each other's memory where they share a host
+(``attach``). Devices of one process exchange copies of memory.
+
+One thread does all of it and never waits for one connection alone, so that no order of messages can make two processes
+wait for each other. A piece is made (packed, summed) when the connection to its receiver has room for it, and is put to
+its place, and summed there, when the last of it has come: while it still lies in a core's cache. Its checksum is in
+the frame that goes before it. What comes for a wave that this process has not reached stays where it is.
+
+Of pieces for a process that can read this one's memory only tickets go: where each lies, and its checksum. The receiver
+copies them from there, and says when it is done with staging. Failures and deadlines are the same; a sender that dies
+is found by the read, by its connections, or by its silence.
+
+Failures: whoever stops writes why into the store (the first one wins) and closes its connections; that ends the waits
+of its peers at once, and they read the store. A process that neither speaks nor closes runs into the others' deadlines,
+unless somebody knows that it is gone: ``abort``, from another thread, ends whatever this process waits for, and so does
+``stop``, which is asked while nothing comes.
+
+Why not torch's gloo, which carries nothing of this: it has no abort, two threads for each process, a message of its own
+before every receive, and no room for a checksum in one (docs/benchmarks.md has both).
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch.distributed
+
+from nereus.ir.cluster import Device
+from nereus.runtime.faults import DEADLINE, PARTICIPANT_FAILED, PROGRAM_FAULT, Fault, first_line
+from nereus.runtime.transports.attach import Card, Rows, meet, read
+from nereus.runtime.transports.base import TURNS, Arrived, Outgoing, Parcel
+from nereus.runtime.transports.inprocess import hand_over
+from nereus.runtime.transports.link import BYTES, DONE, LENT, TEXT, TICKET, Frame, Link
+from nereus.runtime.transports.mesh import connected
+
+#: Untyped in part.
+dist: Any = torch.distributed
+
+_CLOSED_TEXT = "the connection was closed"
+#: A process that only noticed that another closed its connection waits this long for that one's own words.
+_HEARSAY_S = 1.0
+_ERROR, _DECISION, _COMMIT = "error", "decision", "commit"
+
+
+#: A wait looks at least so often whether it is to end.
+_SLICE_S = 0.1
+_MOST_TEXT_BYTES = 1 << 20
+_NOTHING = memoryview(b"")
+
+
+class _Peer:
+    """Another process, and what is under way between it and this one."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        #: Messages to it that are not made yet, the first one perhaps in part.
+        self.outgoing: deque[Iterator[Parcel]] = deque()
+        self.expected: dict[tuple[int, int], Parcel] = {}
+        #: Pieces in staging that it has not read yet: their memory has to stay.
+        self.lent: deque[Parcel] = deque()
+        self.texts: deque[str] = deque()
+        self.owes_text = False
+
+    def busy(self, link: Link) -> bool:
+        return bool(self.outgoing or self.expected or self.lent or self.owes_text or link.writing)
+
+
+class Sockets:
+    """``name``: unique among transitions that use ``store``. ``process_of``: where each device lives. ``keep``: after a
+    ``close`` the connections stay, for ``again``; ``drop`` ends them. ``stop``: asked in every wait, ten times a
+    second; what it returns is raised.
+
+    Raises Fault if the processes do not find each other within ``deadline_s``.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: Any,
+        name: str,
+        process: int,
+        num_processes: int,
+        process_of: Mapping[Device, int],
+        deadline_s: float,
+        address: str = "127.0.0.1",
+        keep: bool = False,
+        stop: Callable[[], Fault | None] = lambda: None,
+    ) -> None:
+        self.process, self.num_processes = process, num_processes
+        self._keep, self._whole_store, self._process_of = keep, store, process_of
+        self._store = dist.PrefixStore(name, store)
+        self._ended: Fault | None = None
+        self._stop = stop
+        self._arrived: Arrived = _unasked
+        self.notes: tuple[str, ...] = ()
+        #: Processes whose memory this one reads, with their process numbers; and those that read this one's.
+        self._reads: dict[int, int] = {}
+        self._read_by: set[int] = set()
+        self._links: dict[int, tuple[_Peer, Link]] = {}  # by file descriptor
+        self._poll, self._masks = select.poll(), dict[int, int]()
+        self._card = Card()
+        try:
+            found = connected(self._store, process, num_processes, address=address, deadline_s=deadline_s, stop=stop)
+            for number, connection in found.items():
+                self._add(_Peer(number), connection)
+            self._meet(deadline_s)
+        except (OSError, RuntimeError) as error:
+            self.drop()
+            text = f"the processes did not find each other: {first_line(error)}"
+            raise Fault(PARTICIPANT_FAILED, text, where=self.where) from None
+        except BaseException:
+            self.drop()
+            raise
+
+    def _add(self, peer: _Peer, connection: socket.socket) -> None:
+        link = Link(connection, lambda frame: self._place(peer, frame), lambda *came: self._came(peer, *came))
+        self._links[connection.fileno()] = peer, link
+
+    @property
+    def where(self) -> str:
+        return f"process {self.process}"
+
+    def again(self, name: str, process_of: Mapping[Device, int]) -> bool:
+        """Ready for another transition among the same processes; False where the last one broke it."""
+        if self._ended is not None:
+            return False
+        self._store, self._process_of = dist.PrefixStore(name, self._whole_store), process_of
+        return True
+
+    def _meet(self, deadline_s: float) -> None:
+        """Who can read whose memory: each tries, and tells."""
+        mine = self._card.text()
+        found = [meet(mine, card) for card in self.gather(mine, deadline_s)]
+        found[self.process] = (0, "")
+        self._reads = {number: pid for number, (pid, _) in enumerate(found) if pid}
+        said = self.gather(f"{sum(1 << number for number in self._reads):x}", deadline_s)
+        self._read_by = {number for number, mask in enumerate(said) if int(mask, 16) >> self.process & 1}
+        self.notes = tuple(f"process {number} over TCP: {why}" for number, (_, why) in enumerate(found) if why)
+
+    def direct(self, src: Device, dst: Device) -> bool:
+        """The two ends agree: the receiver said what it reads."""
+        there, here = self._process_of[src], self._process_of[dst]
+        return (here == self.process and there in self._reads) or (there == self.process and here in self._read_by)
+
+    # -- one wave -----------------------------------------------------------------------------------------------------
+
+    def exchange(
+        self, sends: Sequence[Outgoing], receives: Sequence[Parcel], arrived: Arrived, deadline_s: float
+    ) -> None:
+        peers = {peer.number: peer for peer, _ in self._links.values()}
+        mine_out: list[Outgoing] = []
+        mine_in: list[Parcel] = []
+        for outgoing in sends:
+            to = self._process_of[outgoing.dst]
+            if to == self.process:
+                mine_out.append(outgoing)
+            else:
+                peers[to].outgoing.append(outgoing.pieces)
+        for parcel in receives:
+            source = self._process_of[parcel.src]
+            if source == self.process:
+                mine_in.append(parcel)
+            else:
+                peers[source].expected[parcel.tag, parcel.part] = parcel
+        self._arrived = arrived
+        for _, link in self._links.values():  # what came before it was expected
+            link.resume()
+        self._push()
+        hand_over(mine_out, mine_in, arrived)
+        self._run(deadline_s)
+        self._arrived = _unasked
+
+    def _push(self) -> bool:
+        """A piece for every connection that has room. Whether there may be room for more of them at once."""
+        more = False
+        for peer, link in self._links.values():
+            if link.ended:
+                continue
+            direct = peer.number in self._read_by
+            if peer.outgoing and len(peer.lent) < TURNS and (direct or not link.writing):
+                parcel = next(peer.outgoing[0], None)
+                if parcel is None:
+                    peer.outgoing.popleft()
+                else:
+                    self._put(peer, link, parcel, direct=direct)
+                more = True
+            if link.writing:
+                try:
+                    link.write()
+                except OSError:
+                    link.ended = True
+        return more
+
+    def _put(self, peer: _Peer, link: Link, parcel: Parcel, *, direct: bool) -> None:
+        named = {"tag": parcel.tag, "part": parcel.part, "checksum": parcel.checksum}
+        if direct:
+            rows = Rows.of(parcel.data)
+            place = {"size": rows.num_bytes, "address": rows.address, "rows": rows.num, "stride": rows.stride}
+            link.put(Frame(LENT if parcel.staged else TICKET, **named, **place))
+            if parcel.staged:
+                peer.lent.append(parcel)
+        else:
+            link.put(Frame(BYTES, **named, size=len(parcel.data)), _bytes_of(parcel))
+
+    def _place(self, peer: _Peer, frame: Frame) -> memoryview | None:
+        if frame.kind == TEXT and frame.size <= _MOST_TEXT_BYTES:
+            return memoryview(bytearray(frame.size))
+        if frame.kind == DONE:
+            return _NOTHING
+        if frame.kind not in (BYTES, TICKET, LENT):
+            raise Fault(PROGRAM_FAULT, f"process {peer.number} sends no frames of ours", where=self.where)
+        parcel = peer.expected.get((frame.tag, frame.part))
+        if parcel is None:
+            return None
+        if frame.kind != BYTES:
+            return _NOTHING
+        if frame.size != len(parcel.data):
+            text = f"message {frame.tag}: process {peer.number} sends {frame.size} bytes, not {len(parcel.data)}"
+            raise Fault(PROGRAM_FAULT, text, where=self.where)
+        return _bytes_of(parcel)
+
+    def _came(self, peer: _Peer, frame: Frame, body: memoryview) -> None:
+        if frame.kind == TEXT:
+            peer.texts.append(bytes(body).decode(errors="replace"))
+            peer.owes_text = False
+        elif frame.kind == DONE:
+            peer.lent.popleft()
+        else:
+            parcel = peer.expected.pop((frame.tag, frame.part))
+            if frame.kind != BYTES:
+                self._read(peer, frame, parcel)
+            self._arrived(parcel, frame.checksum)
+
+    def _read(self, peer: _Peer, frame: Frame, parcel: Parcel) -> None:
+        remote = Rows(frame.address, frame.rows, frame.size, frame.stride)
+        try:
+            read(self._reads[peer.number], remote, Rows.of(parcel.data))
+        except OSError as error:
+            text = f"{_CLOSED_TEXT} while reading the memory of process {peer.number}: {error.strerror}"
+            raise Fault(PARTICIPANT_FAILED, text, where=self.where) from None
+        if frame.kind == LENT:
+            link = next(link for other, link in self._links.values() if other is peer)
+            link.put(Frame(DONE))
+
+    def _run(self, deadline_s: float) -> None:
+        """Until nothing is under way."""
+        end = time.monotonic() + deadline_s
+        while True:
+            more = self._push()
+            busy = [(peer, link) for peer, link in self._links.values() if peer.busy(link)]
+            if self._ended is not None:
+                raise Fault(self._ended.code, self._ended.text, where=self._ended.where)
+            for peer, link in busy:
+                if link.ended:
+                    text = f"{_CLOSED_TEXT} while {_doing(peer)} process {peer.number}"
+                    raise Fault(PARTICIPANT_FAILED, text, where=self.where)
+            if not busy:
+                return
+            left = end - time.monotonic()
+            if left <= 0:
+                text = f"no answer within {deadline_s:g} s while {_doing(busy[0][0])} process {busy[0][0].number}"
+                raise Fault(DEADLINE, text, where=self.where)
+            self._watch()
+            events = self._poll.poll(0 if more else 1e3 * min(left, _SLICE_S))
+            if not events and not more and (fault := self._stop()) is not None:
+                raise fault
+            for number, event in events:
+                _, link = self._links[number]
+                if event & ~select.POLLOUT:
+                    try:
+                        link.read()
+                    except OSError:
+                        link.ended = True
+
+    def _watch(self) -> None:
+        """Whatever a connection can do now is waited for; one that stands still says nothing, not even its end."""
+        for number, (_, link) in self._links.items():
+            mask = 0 if link.halted or link.ended else select.POLLIN | (select.POLLOUT if link.writing else 0)
+            if mask == self._masks.get(number, 0):
+                continue
+            self._masks[number] = mask
+            if mask:
+                self._poll.register(number, mask)
+            else:
+                self._poll.unregister(number)
+
+    # -- agreements ---------------------------------------------------------------------------------------------------
+
+    def gather(self, text: str, deadline_s: float) -> tuple[str, ...]:
+        raw = memoryview(text.encode())[:_MOST_TEXT_BYTES]
+        for peer, link in self._links.values():
+            link.put(Frame(TEXT, size=len(raw)), raw)
+            peer.owes_text = not peer.texts
+        self._run(deadline_s)
+        said = {peer.number: peer.texts.popleft() for peer, _ in self._links.values()}
+        return tuple(said.get(number, text) for number in range(self.num_processes))
+
+    def decide(self, deadline_s: float) -> None:
+        wish = _COMMIT
+        try:
+            self.gather("", deadline_s)  # whoever comes here has verified all that it received
+        except Fault as fault:
+            wish = fault.encode()
+        decision = self._first(_DECISION, wish)
+        if decision != _COMMIT:
+            raise Fault.decode(decision)
+
+    def fail(self, error: Exception) -> Exception:
+        fault = Fault.of(error, self.where)
+        try:
+            if fault.text.startswith(_CLOSED_TEXT):  # whoever closed it is about to say why, if it still can
+                end = time.monotonic() + _HEARSAY_S
+                while time.monotonic() < end and not self._store.check([_ERROR]):
+                    time.sleep(0.01)
+            first = Fault.decode(self._first(_ERROR, fault.encode()))
+        except (RuntimeError, ValueError):  # the store went with the process that kept it
+            first = fault
+        self.drop()
+        return first
+
+    def abort(self, reason: str) -> None:
+        self._ended = self._ended or Fault(PARTICIPANT_FAILED, reason, where=self.where)
+        for _, link in list(self._links.values()):
+            link.shut()
+
+    def close(self, deadline_s: float) -> None:
+        """Where the connections go, all processes are done with the store of this transition first."""
+        if not self._keep:
+            self.gather("", deadline_s)
+            self.drop()
+
+    def drop(self) -> None:
+        """End the connections."""
+        self._ended = self._ended or Fault(PARTICIPANT_FAILED, "the transport is closed", where=self.where)
+        for _, link in self._links.values():
+            link.close()
+        self._links, self._masks, self._poll = {}, {}, select.poll()
+        self._arrived = _unasked
+        self._card.close()
+
+    def _first(self, key: str, value: str) -> str:
+        """What the first process to write ``key`` wrote."""
+        return bytes(self._store.compare_set(key, "", value)).decode()
+
+
+def _doing(peer: _Peer) -> str:
+    if peer.expected:
+        return "receiving from"
+    return "agreeing with" if peer.owes_text else "sending to"
+
+
+def _bytes_of(parcel: Parcel) -> memoryview:
+    array: Any = parcel.data.numpy()
+    return memoryview(array)
+
+
+def _unasked(parcel: Parcel, checksum: int) -> None:
+    raise Fault(PROGRAM_FAULT, f"message {parcel.tag} arrives outside a wave", where=str(parcel.dst))
+
+
+def open_store(path: str, num_processes: int) -> Any:
+    """The store that processes of one machine share, in a file."""
+    return dist.FileStore(path, num_processes)

@@ -1,0 +1,289 @@
+"""Connections between processes, here between threads: what is sent arrives whole in whatever order, and every wait
+ends, by its deadline, by an abort from another thread, or by the end of the other side."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from nereus.ir.cluster import Device  # noqa: E402
+from nereus.runtime.faults import Fault  # noqa: E402
+from nereus.runtime.transports.base import Outgoing, Parcel  # noqa: E402
+from nereus.runtime.transports.link import BYTES, DONE, Frame, Link  # noqa: E402
+from nereus.runtime.transports.sockets import Sockets, open_store  # noqa: E402
+
+LIMIT_S = 30.0
+
+
+def device(number: int) -> Device:
+    return Device("n0", number)
+
+
+class Ring:
+    """``num`` transports that share a store, each used in a thread of its own."""
+
+    def __init__(self, folder: Path, num: int, *, deadline_s: float = LIMIT_S, **words: Any) -> None:
+        self.pool, self.num = ThreadPoolExecutor(num), num
+
+        def make(process: int) -> Sockets:
+            return Sockets(
+                store=open_store(str(folder / "store"), num),
+                name="t",
+                process=process,
+                num_processes=num,
+                process_of={device(n): n for n in range(num)},
+                deadline_s=deadline_s,
+                **words,
+            )
+
+        self.transports = self.all(make)
+
+    def all(self, work: Callable[[int], Any]) -> list[Any]:
+        return [future.result(LIMIT_S) for future in [self.pool.submit(work, n) for n in range(self.num)]]
+
+    def close(self) -> None:
+        for transport in self.transports:
+            transport.drop()
+        self.pool.shutdown()
+
+
+@pytest.fixture
+def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEREUS_SAME_HOST", "0")
+
+
+def message(tag: int, source: int, to: int, sizes: list[int], staging: Any = None) -> tuple[Outgoing, list[Parcel]]:
+    """Pieces filled with numbers of their own; the checksum is that number. With ``staging`` they lie in it in turn."""
+
+    def pieces() -> Iterator[Parcel]:
+        for part, size in enumerate(sizes):
+            value = (31 * tag + 7 * part + source) % 256
+            data = torch.full((size,), value, dtype=torch.uint8)
+            if staging is not None:
+                data = staging[part % 2, :size].fill_(value)
+            yield Parcel(tag, device(source), device(to), data, value, part)
+
+    return Outgoing(device(source), device(to), pieces()), [
+        Parcel(tag, device(source), device(to), torch.zeros(size, dtype=torch.uint8), part=part)
+        for part, size in enumerate(sizes)
+    ]
+
+
+@pytest.mark.parametrize("same_host", ["0", "1"])
+def test_messages_in_any_order_arrive_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_host: str) -> None:
+    """All to all, several waves without a barrier between them, agreements in between; one process is always late."""
+    monkeypatch.setenv("NEREUS_SAME_HOST", same_host)
+    ring = Ring(tmp_path, 3)
+    sizes = [3 << 20, 1, 70_000, 3 << 20, 3 << 20]
+
+    def work(me: int) -> list[int]:
+        transport, wrong = ring.transports[me], []
+        for wave in range(6):
+            sends, receives = [], []
+            for to in range(3):
+                for twice in range(2):
+                    tag = 100 * wave + 10 * me + 2 * to + twice
+                    staging = torch.zeros(2, 3 << 20, dtype=torch.uint8)
+                    sends.append(message(tag, me, to, sizes, staging)[0])
+                    receives += message(100 * wave + 10 * to + 2 * me + twice, to, me, sizes)[1]
+            if me == wave % 3:
+                time.sleep(0.05)
+            done = []
+
+            def arrived(parcel: Parcel, checksum: int, done: list[Parcel] = done) -> None:
+                if not bool((parcel.data == checksum).all()):
+                    wrong.append(parcel.tag)
+                done.append(parcel)
+
+            transport.exchange(sends[:: -1 if me else 1], receives, arrived, LIMIT_S)
+            assert len(done) == len(receives)
+            for tag in {parcel.tag for parcel in receives}:
+                assert [p.part for p in done if p.tag == tag] == list(range(len(sizes)))
+            if wave % 2:
+                assert transport.gather(f"{wave} {me}", LIMIT_S) == tuple(f"{wave} {n}" for n in range(3))
+        return wrong
+
+    try:
+        assert ring.all(work) == [[], [], []]
+    finally:
+        ring.close()
+
+
+@pytest.mark.usefixtures("over_tcp")
+@pytest.mark.parametrize("doing", ["receiving", "sending", "agreeing"])
+def test_an_abort_from_another_thread_ends_a_wait_at_once(tmp_path: Path, doing: str) -> None:
+    """Process 1 is silent, as one on a machine that is gone: nothing is closed, and the deadline is an hour away."""
+    ring = Ring(tmp_path, 2)
+    transport = ring.transports[0]
+
+    def wait() -> None:
+        outgoing, _ = message(1, 0, 1, [8 << 20] * 4)
+        _, receives = message(2, 1, 0, [100])
+        if doing == "agreeing":
+            transport.gather("", 3600.0)
+        else:
+            sends = [outgoing] if doing == "sending" else []
+            transport.exchange(sends, [] if sends else receives, lambda *_: None, 3600.0)
+
+    try:
+        waiting = ring.pool.submit(wait)
+        time.sleep(0.2)
+        assert not waiting.done()
+        begin = time.monotonic()
+        transport.abort("process 1 is gone")
+        with pytest.raises(Fault, match="process 1 is gone"):
+            waiting.result(LIMIT_S)
+        assert time.monotonic() - begin < 2.0
+        assert not transport.again("next", {})
+    finally:
+        ring.close()
+
+
+@pytest.mark.usefixtures("over_tcp")
+def test_a_wait_ends_when_it_is_told_to_stop_or_at_its_deadline(tmp_path: Path) -> None:
+    reasons: list[Fault] = []
+    ring = Ring(tmp_path, 2, stop=lambda: reasons[0] if reasons else None)
+    try:
+        with pytest.raises(Fault, match=r"no answer within 0\.3 s while agreeing with process 1"):
+            ring.transports[0].gather("", 0.3)
+        reasons.append(Fault("NRS6004", "another decided so"))
+        with pytest.raises(Fault, match="another decided so"):
+            ring.transports[0].gather("", 3600.0)
+    finally:
+        ring.close()
+
+
+def test_who_waits_for_a_process_that_never_comes_is_told_to_stop(tmp_path: Path) -> None:
+    begin = time.monotonic()
+
+    def stop() -> Fault | None:
+        return Fault("NRS6004", "it will not come") if time.monotonic() > begin + 0.2 else None
+
+    words: dict[str, Any] = {"process_of": {}, "name": "t", "num_processes": 2}
+    for process in range(2):
+        store = open_store(str(tmp_path / f"store-{process}"), 2)
+        with pytest.raises(Fault, match="it will not come"):
+            Sockets(store=store, process=process, deadline_s=3600.0, stop=stop, **words)
+        with pytest.raises(Fault, match=r"was not found within 0\.1 s"):
+            Sockets(store=store, process=process, deadline_s=0.1, **{**words, "name": "u"})
+
+
+@pytest.mark.usefixtures("over_tcp")
+def test_the_first_reason_reaches_those_who_only_saw_a_connection_close(tmp_path: Path) -> None:
+    ring = Ring(tmp_path, 3)
+
+    def work(me: int) -> str:
+        transport = ring.transports[me]
+        if me == 1:
+            time.sleep(0.1)
+            return str(transport.fail(Fault("NRS6002", "no memory here", where="n0.gpu1")))
+        try:
+            transport.gather("", LIMIT_S)
+        except Fault as fault:
+            return str(transport.fail(fault))
+        return "nothing"
+
+    try:
+        assert ring.all(work) == ["no memory here"] * 3
+    finally:
+        ring.close()
+
+
+@pytest.mark.usefixtures("over_tcp")
+def test_a_stranger_that_connects_is_not_taken_for_a_process(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "store"), 2)
+    import torch.distributed as dist
+
+    def knock() -> None:
+        seen: Any = dist.PrefixStore("t", open_store(str(tmp_path / "store"), 2))
+        while not seen.check(["mesh/0"]):
+            time.sleep(0.01)
+        host, port, _ = seen.get("mesh/0").decode().split()
+        for said in (b"GET / HTTP/1.1\r\n\r\n          ", b""):
+            with socket.create_connection((host, int(port))) as stranger:
+                stranger.sendall(said)
+
+    knocking = threading.Thread(target=knock)
+    knocking.start()
+    words: dict[str, Any] = {"name": "t", "num_processes": 2, "process_of": {}, "deadline_s": LIMIT_S}
+
+    def late() -> Sockets:
+        knocking.join()
+        return Sockets(store=open_store(str(tmp_path / "store"), 2), process=1, **words)
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(late)
+        first = Sockets(store=store, process=0, **words)
+        second = other.result(LIMIT_S)
+        told = pool.submit(second.gather, "one", LIMIT_S)
+        assert first.gather("zero", LIMIT_S) == told.result(LIMIT_S) == ("zero", "one")
+        first.drop()
+        second.drop()
+
+
+@pytest.mark.usefixtures("over_tcp")
+def test_twenty_transitions_leave_nothing_open(tmp_path: Path) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    counts = []
+    for number in range(20):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        ring = Ring(folder, 3)
+        if number % 2:
+            ring.transports[0].abort("a drill")
+        else:
+            ring.all(lambda me, ring=ring: ring.transports[me].decide(LIMIT_S))  # type: ignore[misc]
+            ring.all(lambda me, ring=ring: ring.transports[me].close(LIMIT_S))  # type: ignore[misc]
+        ring.close()
+        del ring
+        counts.append(descriptors())
+    assert counts[-1] == counts[1], counts
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([BYTES, DONE]), st.integers(0, 5000)), max_size=20), st.integers(1, 4096))
+def test_frames_come_through_in_whatever_parts(frames: list[tuple[int, int]], most: int) -> None:
+    """A connection that passes little at a time, and a receiver that has no place for every other frame at first."""
+    a, b = socket.socketpair()
+    came: list[tuple[int, int, bytes]] = []
+    asked: set[int] = set()
+
+    def place(frame: Frame) -> memoryview | None:
+        if frame.tag % 2 and frame.tag not in asked:
+            asked.add(frame.tag)
+            return None
+        return memoryview(bytearray(frame.size))
+
+    a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, most)
+    try:
+        sender, receiver = (Link(s, place, lambda f, body: came.append((f.kind, f.tag, bytes(body)))) for s in (a, b))
+        expected = []
+        for tag, (kind, size) in enumerate(frames):
+            body = bytes((tag + i) % 256 for i in range(size)) if kind == BYTES else b""
+            sender.put(Frame(kind, tag, size=len(body)), memoryview(body))
+            expected.append((kind, tag, body))
+        while sender.writing or len(came) < len(frames):
+            sender.write()
+            receiver.read()
+            receiver.resume()
+        assert came == expected
+        a.close()
+        receiver.read()
+        assert receiver.ended
+    finally:
+        a.close()
+        b.close()
