@@ -44,6 +44,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("plan", "the best layouts for the stages of a plan on the GPUs that they have"),
     "fit": ("fit", "learn from measured training runs what steps take and how much memory"),
     "predict": ("predict", "step time and peak memory of training runs, with the error where they were measured"),
+    "replay": ("replay", "what a job takes under one policy of adaptation or another, on a trace of lengths and pools"),
     "passes": ("passes", "list the passes of the compiler, their options and the pipeline"),
     "explain": ("explain", "cause, example and cure of a message"),
     "doctor": ("doctor", "what works on this machine, and what would enable the rest"),

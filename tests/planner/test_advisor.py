@@ -55,9 +55,8 @@ def test_drift_is_followed_and_pays() -> None:
     assert ours < static
     assert any(decision.action == GO for decision in advisor.log)
     for decision in advisor.log:
-        if decision.action == GO and decision.trigger == "drift":
-            paybacks = [row[3] for row in decision.considered if row[0] != "as it is"]
-            assert min(paybacks) <= 0.5 * decision.horizon_steps
+        if decision.action == GO and decision.trigger != "memory":
+            assert decision.regret_s >= advisor.settings.trust * min(row[2] for row in decision.considered)
 
 
 def test_steady_lengths_trigger_nothing() -> None:
@@ -71,7 +70,7 @@ def test_the_reference_moves_with_every_look() -> None:
     advisor = Advisor(plan_of(text()), PRIOR, pinned=["actor.train", "actor.generate", "ref.infer"])
     drive(advisor, [1500, 1500, 1500, 2100])
     assert [decision.trigger for decision in advisor.log] == ["drift", "", "", "drift"]
-    assert advisor.horizon_steps == 3.0
+    assert advisor.horizon_steps == 1.0  # the last length was a jump: nothing has lasted
     assert all(decision.action == STAY for decision in advisor.log)
 
 
@@ -98,8 +97,10 @@ def test_a_change_that_misses_its_prediction_is_taken_back_and_not_made_again() 
     advisor = Advisor(plan, PRIOR, settings=settings)
     _, plans = drive(advisor, lengths, truth)
     actions = [decision.action for decision in advisor.log]
-    assert actions.count(GO) == 1 and actions.count(BACK) == 1
-    assert actions.index(BACK) - actions.index(GO) == settings.missed_steps
+    assert actions.count(BACK) == 1
+    went = max(step for step in range(actions.index(BACK)) if actions[step] == GO)
+    assert actions.index(BACK) - went == settings.missed_steps
+    assert GO not in actions[actions.index(BACK) :]
     assert [s.tp for s in plans[-1].stages] == [s.tp for s in plan.stages]
     assert "were expected" in advisor.log[actions.index(BACK)].reason
 

@@ -52,4 +52,24 @@ ENTRIES: tuple[CodeEntry, ...] = (
         options=("-o", "calibration.json"),
         fix="Add measured rows.",
     ),
+    CodeEntry(
+        code="NRS7005",
+        title="this is no trace that can be replayed",
+        cause=(
+            "`nereusc replay` reads a CSV file with one step of a job a row, in order. There is no column "
+            "response_mean, a cell is no number that can be, the GPUs of a step are not whole nodes of the plan's "
+            "cluster, or nothing fits on them at these lengths."
+        ),
+        example={
+            "job.plan": (
+                'cluster { node n0 { gpus = 8 x "h100-sxm-80gb" } }\nmodel actor = "qwen2.5-0.5b"\n'
+                "workload { algorithm = grpo  prompts = 8  mini_batch = 8 }\n"
+                "stage actor.train { on = n0  optimizer = adam }\n"
+            ),
+            "run.csv": "step,tokens\n0,1200\n",
+        },
+        command="replay",
+        options=("run.csv",),
+        fix="Name the columns as docs/trace-study.md does; what a job does not log may be left out.",
+    ),
 )
