@@ -14,13 +14,9 @@ from frameworks.harness import run
 from frameworks.vllm_engines import Seen
 from frameworks.vllm_models import arch_of
 
-from nereus.ir.fragment import fragments_of
 from nereus.ir.tensor import matrix_shape
-from nereus.models.naming.base import Where
-from nereus.models.naming.hf import HfNaming
 from nereus.models.tensors import logical_tensors
 from nereus.runtime.adapters import vllm_worker
-from nereus.runtime.adapters.base import Binding, BindingBuilder
 from nereus.runtime.describe import DescribeError, Facts, LiveStage, plan_of
 
 TIMEOUT_S = 500
@@ -94,19 +90,6 @@ def test_from_an_engine_at_tp_1_into_one_at_tp_2(tmp_path: Path) -> None:
     _assert_described("llama", [said for *_, said in workers], tp=2, dp=1, pp=1)
 
 
-def _whole(family: str, seed: int) -> Binding:
-    """A trainer process that holds everything under its published name."""
-    naming, builder = HfNaming(arch=arch_of(family), fused_experts=False), BindingBuilder(rank=0)
-    for name, value in engines.weights_of(arch_of(family), seed).items():
-        builder.fragments += fragments_of(
-            naming.segments(name, value.shape, Where()),
-            num_cols=matrix_shape(tuple(value.shape))[1],
-            slot="weight",
-            storage=builder.storage(name, value),
-        )
-    return builder.finish()
-
-
 def _into_kernels(rank: int, world_size: int, family: str, first: Path, second: Path, at: list[str]) -> Any:
     """An engine at tp 2 whose kernels pack their weights, and a trainer process."""
     from nereus.runtime.adapters.joint import join_group
@@ -116,7 +99,7 @@ def _into_kernels(rank: int, world_size: int, family: str, first: Path, second: 
     if rank == tp:
         group = join_group(at[0], tp, world_size, name="test", timeout_s=240)
         for seed in (2, 1):
-            move(_whole(family, seed), None, logical_tensors(arch_of(family)), group, deadline_s=240)
+            move(engines.whole(family, seed), None, logical_tensors(arch_of(family)), group, deadline_s=240)
         return None
     llm = engines.engine_here(second, at[1], rank=rank, tp=tp)
     fresh = engines.seen(llm)

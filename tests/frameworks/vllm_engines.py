@@ -20,6 +20,11 @@ import torch
 from frameworks.vllm_models import arch_of, config_of, full_weights
 
 from nereus.ir.arch import Arch
+from nereus.ir.fragment import fragments_of
+from nereus.ir.tensor import matrix_shape
+from nereus.models.naming.base import Where
+from nereus.models.naming.hf import HfNaming
+from nereus.runtime.adapters.base import Binding, BindingBuilder
 from nereus.runtime.adapters.vllm_worker import NereusWorker
 
 #: Filled with zeros at each start.
@@ -72,6 +77,19 @@ def weights_of(arch: Arch, seed: int) -> dict[str, torch.Tensor]:
     return found
 
 
+def whole(family: str, seed: int, dtype: torch.dtype = torch.bfloat16) -> Binding:
+    """A trainer process that holds everything under its published name."""
+    naming, builder = HfNaming(arch=arch_of(family), fused_experts=False), BindingBuilder(rank=0)
+    for name, value in weights_of(arch_of(family), seed).items():
+        builder.fragments += fragments_of(
+            naming.segments(name, value.shape, Where()),
+            num_cols=matrix_shape(tuple(value.shape))[1],
+            slot="weight",
+            storage=builder.storage(name, value.to(dtype)),
+        )
+    return builder.finish()
+
+
 def checkpoint(folder: Path, family: str, seed: int, dtype: torch.dtype = torch.bfloat16) -> Path:
     from safetensors.torch import save_file
 
@@ -83,7 +101,14 @@ def checkpoint(folder: Path, family: str, seed: int, dtype: torch.dtype = torch.
 
 
 def engine_here(
-    model: Path, meeting: str, *, rank: int = 0, tp: int = 1, plain: bool = False, dtype: str = "bfloat16"
+    model: Path,
+    meeting: str,
+    *,
+    rank: int = 0,
+    tp: int = 1,
+    plain: bool = False,
+    dtype: str = "bfloat16",
+    **more: Any,
 ) -> Any:
     """Rank ``rank`` of an engine over the ``tp`` processes that call this together: no process beside them, so that
     vLLM is imported once in each.
@@ -118,6 +143,7 @@ def engine_here(
         enforce_eager=True,
         dtype=dtype,
         worker_extension_cls="frameworks.vllm_engines.Worker",
+        **more,
     )
 
 

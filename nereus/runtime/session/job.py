@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,6 @@ from typing import Any
 from nereus.ir.plan import Plan
 from nereus.passes.place import pin
 from nereus.runtime.adapters.base import Adapter
-from nereus.runtime.executor import ExecutionFailed
 from nereus.runtime.faults import (
     CANNOT_START,
     EXPELLED,
@@ -36,7 +35,6 @@ from nereus.runtime.faults import (
     WRONG_STATE,
     Fault,
 )
-from nereus.runtime.live import ALL, Connections, MoveError, Prepared, prepare_among
 from nereus.runtime.session.change import COMMIT, REHEARSED, Built, Change, OnPhase, Outcome, tensors_of
 from nereus.runtime.session.checkpoint import FORMS, SAFETENSORS, Storage
 from nereus.runtime.session.controller import said_by
@@ -59,6 +57,7 @@ from nereus.runtime.session.members import (
 from nereus.runtime.session.record import Record
 from nereus.runtime.session.recovery import Replan, Turn, no_replan
 from nereus.runtime.session.snapshot import Snapshot, copied, live
+from nereus.runtime.session.syncs import Sync, Syncs
 from nereus.runtime.session.watch import Watch
 
 #: Longest wait for others to be done with communicators that nobody needs any more.
@@ -122,9 +121,7 @@ class Job:
         self._snapshots: list[Snapshot] = []
         self._touched = False
         self._turn = 0
-        self._syncs = 0
-        self._prepared: dict[tuple[str, str], Prepared] = {}
-        self._connections = Connections(stop=self.loss)
+        self._syncs = self._syncs_of(0)
         self._checkpoints = 0
         self._requested: Plan | None = None
         self._rehearses = False
@@ -199,41 +196,38 @@ class Job:
         self._touched = True
         yield
 
-    def sync(self, source: str, target: str) -> int:
-        """The weights of stage ``source`` into stage ``target`` of the same model, bit for bit, in all processes of the
-        plan: compiled at the first call after a change, and run again from then on. The number of bytes that arrived
-        here. Objects that replace their own memory (an engine that reloads) are bound anew by the next change.
+    def sync(self, source: str, target: str, replicas: Sequence[int] = ()) -> int:
+        """The weights of stage ``source`` into stage ``target`` of the same model, bit for bit: compiled at the first
+        call after a change, and run again from then on. ``replicas``: data-parallel ranks of ``target`` that get them,
+        () for all. All processes of the two (of these replicas) call it; in others it does nothing. The number of bytes
+        that arrived here. Objects that replace their own memory (an engine that reloads) are bound anew by the next
+        change.
 
         Raises Fault; the target's weights are then not to be used."""
         self._check_serves()
-        assert self._built is not None
-        numbers = [m.number for m in self.members]
-        self._syncs += 1
-        name = f"epoch/{self.epoch}/sync/{self._syncs}"
-        old, new = self.stage(source), self.stage(target)
-        try:
-            prepared = self._prepared.get((source, target))
-            if prepared is None:
-                prepared = self._prepared[source, target] = prepare_among(
-                    old.bind if old is not None else None,
-                    new.bind if new is not None else None,
-                    tensors_of(self.plan.model(target.partition(".")[0])),
-                    store=self.record.store,
-                    name=name,
-                    rank=numbers.index(self.me.number),
-                    size=len(numbers),
-                    drop=(ALL,),
-                    deadline_s=self._deadline_s,
-                    stop=self.loss,
-                )
-            report = prepared.run(self.record.store, name, self._deadline_s, self._connections)
-        except MoveError as error:
-            raise Fault(WRONG_STATE, f"{source} to {target}: {error}", where=self.record.where) from None
-        except ExecutionFailed as error:
-            raise error.fault from None
+        sync = Sync(source, target, tuple(replicas))
+        numbers = sync.members(self.plan, self.members, self._lead.parts)
+        if self.me.number not in numbers:
+            return 0
+        # A device of both stages may have the target of another replica.
+        new = self.stage(target) if self._gets(sync) else None
+        tensors = tensors_of(self.plan.model(target.partition(".")[0]))
+        num_bytes = self._syncs.run(sync, self.stage(source), new, tensors, numbers)
         if new is not None:
             new.finish({**new.job_state(), "version": self.version})
-        return report.received_bytes
+        return num_bytes
+
+    def sync_waits(self, source: str, target: str, replicas: Sequence[int] = ()) -> bool:
+        """Whether the trainers have come to the next such ``sync`` and wait: for an engine that asks between its steps
+        (asynchronous mode)."""
+        self._check_serves()
+        if (fault := self._gone()) is not None:
+            raise fault
+        return self._syncs.waits(Sync(source, target, tuple(replicas)))
+
+    def _gets(self, sync: Sync) -> bool:
+        view = self.view(sync.target)
+        return view is not None and (not sync.replicas or view.place.at.dp[0] in sync.replicas)
 
     def checkpoint(self, path: str | os.PathLike[str], form: str = SAFETENSORS) -> int:
         """Write the job's state, between two steps, in all processes of the plan: compiled moves into files, a share
@@ -252,6 +246,9 @@ class Job:
         self._touched = False
         if self._keep:
             self._snapshots[:] = [copied(self._kept(), dict(self.loop), self.version)]
+
+    def _syncs_of(self, epoch: int) -> Syncs:
+        return Syncs(self.record, epoch=epoch, deadline_s=self._deadline_s, stop=self.loss)
 
     def _storage(self) -> Storage:
         self._check_serves()
@@ -432,9 +429,9 @@ class Job:
         self.members = self._lead.serving(command.plan, command.members)
         if command.base or command.loop is not None:
             self.loop = dict(change.loop)
-        self._turn, self._touched, self._syncs, self._checkpoints = 0, False, 0, 0
-        self._prepared.clear()
-        self._connections.close()
+        self._turn, self._touched, self._checkpoints = 0, False, 0
+        self._syncs.close()
+        self._syncs = self._syncs_of(command.epoch)
         self._snapshots.clear()
         if self._keep and self._built is not None:
             self._snapshots.append(copied(self._kept(), dict(self.loop), self.version))
@@ -475,7 +472,7 @@ class Job:
         changing, built = self._changing, self._built
         if built is not None and (fault := losses.among(self.members)) is not None:
             built.groups.abort(fault.text)
-            self._connections.abort(fault.text)
+            self._syncs.abort(fault.text)
             for hook in self._on_loss:
                 hook(fault)
         if changing is not None and (fault := losses.among(changing.command.members)) is not None:
