@@ -131,11 +131,22 @@ class Learned:
         return weight, common * (weight @ weight.T) + near + np.diag(self.noise_variance)
 
 
-def learn(beliefs: Beliefs, seen: Seen, measured: Floats, doubt: Floats | None = None) -> Learned:
+def learn(
+    beliefs: Beliefs,
+    seen: Seen,
+    measured: Floats,
+    doubt: Floats | None = None,
+    confirmed: NDArray[np.bool_] | None = None,
+) -> Learned:
     """``measured``: [runs], positive. No runs are fine: then there is the prior. ``doubt``: [runs] multiplies the
-    variance of a run's noise; 1 where it is not given."""
+    variance of a run's noise; 1 where it is not given. ``confirmed``: [runs] was measured often enough to be no
+    outlier: its noise is normal. None is where it is not given."""
     num = len(measured)
-    variance = np.full(num, beliefs.noise**2) * (1.0 if doubt is None else doubt)
+    noise = _Noise(
+        variance=np.full(num, beliefs.noise**2) * (1.0 if doubt is None else doubt),
+        normal=np.zeros(num, dtype=bool) if confirmed is None else confirmed,
+        freedom=beliefs.freedom,
+    )
     pull, near_pull = np.zeros_like(seen.x), np.zeros(num)
     if not num:
         none = np.zeros(0)
@@ -143,7 +154,7 @@ def learn(beliefs: Beliefs, seen: Seen, measured: Floats, doubt: Floats | None =
             beliefs=beliefs, seen=seen, pull=pull, near_pull=near_pull, noise_variance=none, honesty=1.0, left_out=none
         )
     common, near, target = _common(beliefs, seen, seen), _near(beliefs, seen, seen), np.log(measured)
-    now = _State.at(beliefs, seen, target, common, near, pull, near_pull, variance)
+    now = _State.at(beliefs, seen, target, common, near, pull, near_pull, noise)
     for _ in range(_MOST_STEPS):
         weight = now.share * beliefs.spread
         covariance = common * (weight @ weight.T) + near + np.diag(1 / now.precision)
@@ -152,7 +163,7 @@ def learn(beliefs: Beliefs, seen: Seen, measured: Floats, doubt: Floats | None =
         while step > 1e-3:  # the problem is not convex: a whole step may go too far
             then = _State.at(
                 beliefs, seen, target, common, near,
-                now.pull + step * (to_pull - now.pull), now.near_pull + step * (solved - now.near_pull), variance,
+                now.pull + step * (to_pull - now.pull), now.near_pull + step * (solved - now.near_pull), noise,
             )  # fmt: skip
             if then.energy < now.energy:
                 break
@@ -201,17 +212,34 @@ class _State:
         near: Floats,
         pull: Floats,
         near_pull: Floats,
-        variance: Floats,
+        noise: _Noise,
     ) -> _State:
         effect, offset = common @ pull, near @ near_pull
         parts = seen.x * np.exp(_limited(beliefs, effect))
         total = parts.sum(axis=1)
         residual = np.log(total) + offset - target
-        freedom = beliefs.freedom
         energy = 0.5 * float((pull * effect / beliefs.spread**2).sum() + near_pull @ offset)
-        energy += float((freedom + 1) / 2 * np.log1p(residual**2 / freedom / variance).sum())
-        precision = (freedom + 1) / (freedom * variance + residual**2)
+        energy += noise.energy(residual)
+        precision = noise.precision(residual)
         return _State(pull, near_pull, effect, offset, parts / total[:, None], residual, precision, energy)
+
+
+@dataclass(frozen=True, slots=True)
+class _Noise:
+    variance: Floats
+    normal: NDArray[np.bool_]  # Student's t where it is not
+    freedom: float
+
+    def energy(self, residual: Floats) -> float:
+        """Minus the log likelihood, but for a constant."""
+        square = residual**2 / self.variance
+        heavy = (self.freedom + 1) / 2 * np.log1p(square / self.freedom)
+        return float(np.where(self.normal, square / 2, heavy).sum())
+
+    def precision(self, residual: Floats) -> Floats:
+        """Of the normal noise that explains the residual as well."""
+        heavy = (self.freedom + 1) / (self.freedom * self.variance + residual**2)
+        return np.where(self.normal, 1 / self.variance, heavy)
 
 
 def _limited(beliefs: Beliefs, effect: Floats) -> Floats:

@@ -36,12 +36,14 @@ from nereus.planner.stage_runs import run_of_stage, serving_of_stage
 _BAND = 0.1
 #: Measurements of a run that are remembered; their median counts.
 _KEPT = 5
+#: The median of so many is no outlier, as long as it is fresh.
+_CONFIRMED = 3
 #: A run is forgotten after so many half-lives.
 _FORGOTTEN = 5.0
 #: How much more the noise of a stage's seconds may be that were dealt out of a step's (variance).
 _DEALT = 4.0
 #: Between stages, as a share of the step: what is expected, and how far it may be off (deviation of its log).
-_BETWEEN, _BETWEEN_SPREAD = 0.05, 1.5
+_BETWEEN, _BETWEEN_SPREAD = 0.05, 0.8
 
 
 @dataclass(slots=True)
@@ -140,41 +142,47 @@ class Online:
         """In times of the variance of one measurement's noise."""
         return float(2.0 ** (run.age(self._now) / self._half_life))
 
+    def _row(self, stage: str, run: _Run, measured: float, dealt: float = 1.0) -> _Row:
+        confirmed = len(run.found) >= _CONFIRMED and run.age(self._now) <= self._half_life
+        return _Row(stage, run.plan, measured, dealt * self._doubt(run), confirmed)
+
     def _learned(self) -> Calibration:
-        rows = [(key[0], run.plan, run.typical, self._doubt(run)) for key, run in self._stages.items()]
-        timed_stages = {(name, *_key(plan, str(name))) for name, plan, _, _ in rows}
+        rows = [self._row(str(key[0]), run, run.typical) for key, run in self._stages.items()]
+        timed = {(row.stage, *_key(row.plan, row.stage)) for row in rows}
         steps = list(self._steps.values())
         for run, seconds in zip(steps, _dealt(steps, self.base)[0], strict=True):
             rows += [
-                (name, run.plan, value, _DEALT * self._doubt(run))
+                self._row(name, run, value, _DEALT)
                 for name, value in seconds.items()
-                if (name, *_key(run.plan, name)) not in timed_stages
+                if (name, *_key(run.plan, name)) not in timed
             ]
-        engines = [row for row in rows if row[1].stage(str(row[0])).kind == "generate"]
-        others = [row for row in rows if row[1].stage(str(row[0])).kind != "generate"]
-        peaks = list(self._peaks.values())
+        engines = [row for row in rows if row.plan.stage(row.stage).kind == "generate"]
+        others = [row for row in rows if row.plan.stage(row.stage).kind != "generate"]
+        peaks = [self._row("", run, run.typical) for run in self._peaks.values()]
+        passes = [
+            replace(row, measured=row.measured / num_passes(row.plan, row.plan.stage(row.stage))) for row in others
+        ]
+        runs = timed_runs([run_of_stage(row.plan, row.plan.stage(row.stage)) for row in others])
         return replace(
             self.base,
-            step_time=_with(
-                self.base.step_time,
-                timed_runs([run_of_stage(plan, plan.stage(str(name))) for name, plan, _, _ in others]),
-                [seconds / num_passes(plan, plan.stage(str(name))) for name, plan, seconds, _ in others],
-                [doubt for _, _, _, doubt in others],
-            ),
-            generation=_with(
-                self.base.generation,
-                _generated([(plan, str(name)) for name, plan, _, _ in engines]),
-                [seconds for _, _, seconds, _ in engines],
-                [doubt for _, _, _, doubt in engines],
-            ),
+            step_time=_with(self.base.step_time, runs, passes),
+            generation=_with(self.base.generation, _generated([(row.plan, row.stage) for row in engines]), engines),
             plan_memory=_with(
-                self.base.plan_memory,
-                plan_memory.seen([run.plan for run in peaks], self.reading),
-                [run.typical for run in peaks],
-                [self._doubt(run) for run in peaks],
+                self.base.plan_memory, plan_memory.seen([row.plan for row in peaks], self.reading), peaks
             ),
             stops=self._stops,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What one run says: ``measured`` seconds of a stage, or bytes."""
+
+    stage: str
+    plan: Plan
+    measured: float
+    doubt: float
+    confirmed: bool
 
 
 def _keep(runs: dict[tuple[object, ...], _Run], key: tuple[object, ...], plan: Plan, step: int, value: float) -> None:
@@ -192,20 +200,22 @@ def _key(plan: Plan, name: str) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def _with(base: Learned, seen: Seen, measured: Sequence[float], doubt: Sequence[float]) -> Learned:
+def _with(base: Learned, seen: Seen, rows: Sequence[_Row]) -> Learned:
     """What ``base`` has seen, and these runs."""
-    if not measured:
+    if not rows:
         return base
     num = len(base.seen.labels)
+    both = Seen(
+        x=np.concatenate([base.seen.x, seen.x]) if num else seen.x,
+        labels=(*base.seen.labels, *seen.labels),
+        place=np.concatenate([base.seen.place, seen.place]) if num else seen.place,
+    )
     return learn(
         base.beliefs,
-        Seen(
-            x=np.concatenate([base.seen.x, seen.x]) if num else seen.x,
-            labels=(*base.seen.labels, *seen.labels),
-            place=np.concatenate([base.seen.place, seen.place]) if num else seen.place,
-        ),
-        np.concatenate([base.measured() if num else np.zeros(0), measured]),
-        np.concatenate([np.ones(num), doubt]),
+        both,
+        np.concatenate([base.measured() if num else np.zeros(0), [row.measured for row in rows]]),
+        np.concatenate([np.ones(num), [row.doubt for row in rows]]),
+        np.concatenate([np.zeros(num, dtype=bool), np.array([row.confirmed for row in rows])]),
     )
 
 

@@ -159,3 +159,56 @@ def test_nothing_usable_is_an_error(nereusc: Any, tmp_path: Path) -> None:
     path.write_text(rows((3000, 1, 1.0, "a")))
     ran = nereusc("predict", str(path))
     assert ran.code == 1 and "NRS7003" in ran.stderr and "none of its rows can be used" in ran.stderr
+
+
+PLAN = """
+cluster { node n[0-1] { gpus = 8 x "h100-sxm-80gb" } }
+model actor = "llama-3.1-8b"
+model ref = actor { frozen = true }
+workload { algorithm = grpo  prompts = 64  samples = 8  mini_batch = 256  prompt_len = 128  response_len = 1024 }
+stage actor.generate { on = n[0-1]  tp = 2  engine = vllm  kv_cache = 24 GiB  idle = offload }
+stage actor.logprob { with = actor.train }
+stage ref.infer { on = n[0-1]  tp = 2  idle = offload }
+stage actor.train { on = n[0-1]  tp = 2  pp = 2  backend = megatron  optimizer = adam }
+"""
+EXPORTS = Path(__file__).parents[1] / "data" / "exports"
+
+
+@pytest.mark.parametrize(
+    "name", ["verl_console.log", "verl_file.jsonl", "nemo_wandb_history.csv", "openrlhf_console.log", "."]
+)
+def test_a_run_that_wrote_down_its_steps_is_learned(nereusc: Any, tmp_path: Path, name: str) -> None:
+    plan, calibration = tmp_path / "job.plan", str(tmp_path / "cal.json")
+    plan.write_text(PLAN)
+    fitted = nereusc("fit", "--json", str(EXPORTS / name), "--plan", str(plan), "-o", calibration).json()
+    assert fitted["steps"] in (2, 3) and len(fitted["stages"]) == 4
+    for stage in fitted["stages"]:
+        assert stage["after"] < stage["before"] and stage["before"] > 0.3
+        # Two or three steps are too few to say that training is four times as slow as its neighbours' classes.
+        assert stage["after"] < 0.05 or stage["stage"] == "actor.train"
+    found = nereusc("predict", "--json", str(plan), "--calibration", calibration).json()
+    measured = {stage["stage"]: stage["measured_s"] for stage in fitted["stages"]}
+    for stage in found["stages"]:  # of other lengths
+        assert stage["stage"] == "actor.train" or stage["seconds"] == pytest.approx(measured[stage["stage"]], rel=0.35)
+    text = nereusc("fit", str(EXPORTS / name), "--plan", str(plan), "-o", calibration)
+    assert text.code == 0 and f"steps of {fitted['framework']}, run as" in text.stdout
+
+
+def test_whole_steps_alone_are_dealt_to_the_stages(nereusc: Any, tmp_path: Path) -> None:
+    plan, history = tmp_path / "job.plan", tmp_path / "history.csv"
+    plan.write_text(PLAN)
+    history.write_text("_step,timing_s/step,response_length/mean\n" + "".join(f"{n},80,{1000 + n}\n" for n in range(9)))
+    ran = nereusc("fit", str(history), "--plan", str(plan), "-o", str(tmp_path / "cal.json"))
+    assert ran.code == 0 and "no stage was timed" in ran.stdout
+    found = nereusc("predict", "--json", str(plan), "--calibration", str(tmp_path / "cal.json")).json()
+    assert 60 < found["seconds"] < 82
+
+
+def test_a_file_that_is_no_export_is_told(nereusc: Any, tmp_path: Path) -> None:
+    plan, history = tmp_path / "job.plan", tmp_path / "history.csv"
+    plan.write_text(PLAN)
+    history.write_text("_step,loss\n1,0.5\n")
+    ran = nereusc("fit", str(history), "--plan", str(plan), "-o", str(tmp_path / "cal.json"))
+    assert ran.code == 1 and "NRS7006" in ran.stderr and not (tmp_path / "cal.json").exists()
+    ran = nereusc("fit", str(tmp_path / "gone.csv"), "--plan", str(plan), "-o", str(tmp_path / "cal.json"))
+    assert ran.code == 1 and "cannot read" in ran.stderr

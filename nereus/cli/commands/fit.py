@@ -1,4 +1,4 @@
-"""``nereusc fit``: what measured runs teach about step time and peak memory, as a file."""
+"""``nereusc fit``: what measured runs, or a run that wrote down its steps, teach of time and memory, as a file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from nereus.cli.exit_codes import ExitCode
+from nereus.cli.exports import fit_export
 from nereus.cli.files import display_name, keep_inputs, read_text, write_text
 from nereus.cli.measurements import bad_rows, percent, show
 from nereus.cli.options import add_json, add_output_format
@@ -19,7 +20,13 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="ROWS.csv", help="measured runs, one a row; - reads standard input")
+    parser.add_argument("file", metavar="FILE", help="measured runs, one a row (CSV; - reads standard input)")
+    parser.add_argument(
+        "--plan",
+        metavar="PLAN",
+        help="FILE is what a run of this plan wrote: a W&B history, TensorBoard events or their folder, a console log "
+        "of verl, NeMo-RL or OpenRLHF",
+    )
     parser.add_argument("-o", "--output", metavar="FILE", required=True, help="where to write the calibration")
     add_output_format(parser)
     add_json(parser)
@@ -30,6 +37,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     from nereus.planner.rows import read_rows
 
     keep_inputs(args.output, [args.file])
+    if args.plan is not None:
+        return fit_export(args, out)
     name = display_name(args.file)
     rows = read_rows(read_text(args.file), name)
     out.diagnostics(bad_rows(rows, name))

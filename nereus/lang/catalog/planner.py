@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from nereus.lang.catalog.entry import CodeEntry
 
+_PLAN = """cluster { node n0 { gpus = 8 x "h100-sxm-80gb" } }
+model actor = "llama-3.1-8b"
+workload {
+  algorithm = grpo  prompts = 64  samples = 8  mini_batch = 256  prompt_len = 512  response_len = 512
+}
+stage actor.train { on = n0  tp = 2  backend = megatron  optimizer = adam }
+"""
 _HEADER = "layers,hidden,heads,ffn,vocab,seq_len,global_batch,micro_batch,gpus,gpu_type,tp,pp,precision,step_time_s"
 
 ENTRIES: tuple[CodeEntry, ...] = (
@@ -71,5 +78,18 @@ ENTRIES: tuple[CodeEntry, ...] = (
         command="replay",
         options=("run.csv",),
         fix="Name the columns as docs/trace-study.md does; what a job does not log may be left out.",
+    ),
+    CodeEntry(
+        code="NRS7006",
+        title="this is no export of a run",
+        cause=(
+            "`nereusc fit --plan` reads what verl, NeMo-RL or OpenRLHF wrote down of a run: a W&B history (CSV, JSON, "
+            "JSON lines), TensorBoard events, or a console log. None of their metric names was found, or the file "
+            "is something else."
+        ),
+        example={"run.csv": "_step,loss\n1,0.7\n", "job.plan": _PLAN},
+        command="fit",
+        options=("--plan", "job.plan", "-o", "calibration.json"),
+        fix="Export the whole history of one run; docs/cost-model.md lists the names that are read.",
     ),
 )
