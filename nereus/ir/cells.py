@@ -223,20 +223,21 @@ def _ranges(
     rule: str, num_shards: int, shards: IntArray, numel: IntArray, rows: IntArray, cols: IntArray
 ) -> tuple[IntArray, IntArray]:
     """(start, stop), both ``[len(shards), tensors]``."""
-    low, high = shards[:, None], shards[:, None] + 1
+    first = 0 if rule != SHARD_FLAT else np.concatenate(([0], np.cumsum(numel)))[:-1]
     if rule == SHARD_FLAT:
-        offsets = np.concatenate(([0], np.cumsum(numel)))
-        per_shard = -(-int(offsets[-1]) // num_shards)
-        start, stop = low * per_shard - offsets[None, :-1], high * per_shard - offsets[None, :-1]
+        size = np.array([-(-int(numel.sum()) // num_shards)], dtype=np.int64)
     elif rule == SHARD_PARAM:
-        size = (-(-numel // num_shards))[None, :]
-        start, stop = low * size, high * size
+        size = -(-numel // num_shards)
     elif rule == SHARD_DIM0:
-        size = (-(-rows // num_shards) * cols)[None, :]
-        start, stop = low * size, high * size
+        size = -(-rows // num_shards) * cols
     else:
         raise ValueError(f"unknown shard rule {rule!r}")
-    return np.clip(start, 0, numel[None, :]), np.clip(stop, 0, numel[None, :])
+    # In place: there may be thousands of shards of hundreds of tensors.
+    start: IntArray = shards[:, None] * size - first
+    stop = start + size
+    for column in (start, stop):
+        np.clip(column, 0, numel, out=column)
+    return start, stop
 
 
 def cell_offset(cells: Cells, boxes: LocalBoxes, coord: int, cell: IntArray, position: IntArray) -> IntArray:

@@ -67,13 +67,22 @@ def posted_bytes(
     """Most bytes that each device sends, and receives, in one wave. ``copies``: copies between processes inside one
     host memory too, which cross no link and are packed all the same."""
     waves = max(num_waves, 1)
-    loads = [np.zeros(num_devices * waves) for _ in range(2)]
+    loads = [np.zeros((num_devices, waves + 1)) for _ in range(2)]
     chosen = np.arange(len(moves)) if copies else np.flatnonzero(moves.crosses)
-    for move, at, size in slices_of(moves, wave, slices, chosen):
+    # Whole numbers below 2^53: sums of floats are exact.
+    even = moves.numel[chosen] % slices[chosen] == 0
+    same = chosen[even]  # slices of one size: so much from a wave on, and no longer from another
+    each = moves.num_bytes[same] // slices[same]
+    for load, ends in zip(loads, (moves.src, moves.dst), strict=True):
+        row = (ends[same] % num_devices) * (waves + 1) + wave[same]
+        change = np.bincount(row, weights=each, minlength=load.size)
+        change -= np.bincount(row + slices[same], weights=each, minlength=load.size)
+        load += np.cumsum(change.reshape(load.shape), axis=1)
+    for move, at, size in slices_of(moves, wave, slices, chosen[~even]):
         for load, ends in zip(loads, (moves.src, moves.dst), strict=True):
-            # Whole numbers below 2^53: sums of floats are exact.
-            load += np.bincount((ends % num_devices)[move] * waves + at, weights=size, minlength=len(load))
-    sent, received = (load.astype(np.int64).reshape(num_devices, waves).max(axis=1) for load in loads)
+            row = (ends % num_devices)[move] * (waves + 1) + at
+            load += np.bincount(row, weights=size, minlength=load.size).reshape(load.shape)
+    sent, received = (load.astype(np.int64).max(axis=1) for load in loads)
     return sent, received
 
 

@@ -89,12 +89,12 @@ def diff(
         geometry = geometries[geometry_of[number]]
         holders = _class_places(table, table.class_holders, old_side=True, topology=topology)
         wanters = _class_places(table, table.class_wanters, old_side=False, topology=topology)
-        table, given_up = without_small_shares(table, holders, wanters, topology)
+        lack = lacking(holders, wanters)
+        table, given_up = without_small_shares(table, holders, lack, topology)
         tables[number] = table
         foregone += given_up
         all_holders.append(holders)
         all_wanters.append(wanters)
-        lack = lacking(holders, wanters)
         class_bytes = np.bincount(table.cls, weights=table.num_bytes, minlength=table.num_classes).astype(np.int64)
         kept += int(class_bytes @ lack.wanted) - int(class_bytes[lack.cls].sum())
         derived += derived_bytes(table, lack)

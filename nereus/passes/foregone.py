@@ -7,13 +7,19 @@ What that costs against the bounds is counted here, so that the bounds stay true
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from nereus.ir.holdings import Topology
 from nereus.ir.layout import IntArray
 from nereus.passes.atoms import AtomTable
+from nereus.passes.demands import Lacking
+from nereus.passes.lists import Lists, contains
+
+FloatArray = npt.NDArray[np.float64]
 
 #: A place that derives less than this share of what it wants of a model's weights fetches them whole.
 MIN_DERIVED_SHARE = 1 / 32
@@ -37,81 +43,62 @@ class Foregone:
 
 
 def without_small_shares(
-    table: AtomTable, holders: tuple[tuple[int, ...], ...], wanters: tuple[tuple[int, ...], ...], topology: Topology
+    table: AtomTable, holders: Sequence[Sequence[int]], lack: Lacking, topology: Topology
 ) -> tuple[AtomTable, Foregone]:
-    """``table`` without what is hardly worth deriving. ``holders``, ``wanters``: places per class, ascending."""
-    found = Foregone.nothing(len(topology.nodes))
+    """``table`` without what is hardly worth deriving. ``holders``: places per class, ascending."""
     if not table.derived:
-        return table, found
+        return table, Foregone.nothing(len(topology.nodes))
     sizes = table.num_bytes
-    wanted = _wanted_bytes(table, sizes)
-    small = {
-        place: own
-        for place, own in table.derived.items()
-        if int(sizes[own].sum()) < MIN_DERIVED_SHARE * wanted.get(place, 0.0)
-    }
-    if not small:
-        return table, found
-    kept = {place: own for place, own in table.derived.items() if place not in small}
-    return replace(table, derived=kept), _cost(table, small, sizes, holders, wanters, topology)
+    place = np.fromiter(table.derived, dtype=np.int64)
+    rows = Lists.of_arrays([*table.derived.values()])
+    wanted = _wanted_bytes(table, sizes, 2 * topology.num_devices)
+    small = rows.sums(sizes) < MIN_DERIVED_SHARE * wanted[place]
+    if not small.any():
+        return table, Foregone.nothing(len(topology.nodes))
+    kept = {at: own for (at, own), gone in zip(table.derived.items(), small.tolist(), strict=True) if not gone}
+    at, row = rows.of(np.flatnonzero(small))
+    return replace(table, derived=kept), _cost(table, row, place[small][at], holders, lack, topology)
 
 
-def _wanted_bytes(table: AtomTable, sizes: IntArray) -> dict[int, float]:
+def _wanted_bytes(table: AtomTable, sizes: IntArray, num_places: int) -> FloatArray:
     """Bytes that each place wants."""
     class_bytes = np.bincount(table.cls, weights=sizes, minlength=table.num_classes)
-    of_group = np.zeros(len(table.new_groups))
-    for cls, members in enumerate(table.class_wanters):
-        of_group[list(members)] += class_bytes[cls]
-    wanted: dict[int, float] = {}
-    for group, num_bytes in zip(table.new_groups, of_group.tolist(), strict=True):
-        for place in group.places:
-            wanted[place] = wanted.get(place, 0.0) + num_bytes
-    return wanted
+    wanters = Lists.of_tuples(table.class_wanters)
+    of_group = np.bincount(wanters.item, weights=class_bytes[wanters.owner], minlength=len(table.new_groups))
+    places = Lists.of_tuples([group.places for group in table.new_groups])
+    return np.bincount(places.item, weights=of_group[places.owner], minlength=num_places).astype(np.float64)
 
 
 def _cost(
     table: AtomTable,
-    small: dict[int, IntArray],
-    sizes: IntArray,
-    holders: tuple[tuple[int, ...], ...],
-    wanters: tuple[tuple[int, ...], ...],
+    row: IntArray,
+    place: IntArray,
+    holders: Sequence[Sequence[int]],
+    lack: Lacking,
     topology: Topology,
 ) -> Foregone:
-    """GPUs lack bytes one by one, a node's host memory once, a node once: each is spared where all who lack could
-    make them."""
-    node_in = np.zeros(len(topology.nodes), dtype=np.int64)
-    moved = 0
-    num_devices, node_of = topology.num_devices, [*topology.node_of.tolist()] * 2  # GPU places, then host places
-    near: dict[int, dict[int, tuple[set[int], set[int]]]] = {}
-    makers: dict[tuple[int, int], set[int]] = {}  # (row, node): places that could make it
-    for place, own in small.items():
-        node = node_of[place]
-        for row in own.tolist():
-            makers.setdefault((row, node), set()).add(place)
-    for (row, node), able in makers.items():
-        cls, size = int(table.cls[row]), int(sizes[row])
-        if cls not in near:
-            near[cls] = _by_node(wanters[cls], holders[cls], node_of)
-        lack, held = near[cls][node]
-        on_gpus = {p for p in lack if p < num_devices}
-        in_host = lack - on_gpus
-        moved += size * len(on_gpus & able)
-        if in_host and in_host <= able and not any(p >= num_devices for p in held):
-            moved += size
-        if lack and lack <= able and not held:
-            node_in[node] += size
+    """``place[i]`` could make interval ``row[i]``. GPUs lack bytes one by one, a node's host memory once, a node once:
+    each is spared where all who lack could make them."""
+    num_nodes, num_devices, sizes = len(topology.nodes), topology.num_devices, table.num_bytes
+    node_of = np.tile(topology.node_of, 2)  # of GPUs, then of host memories
+    hit = contains(lack.lists, table.cls[row], place)
+    row, place = row[hit], place[hit]
+    moved = int(sizes[row[place < num_devices]].sum())
+    node_in = np.zeros(num_nodes, dtype=np.int64)
+    held = Lists.of_tuples(holders)
+    for host_only in (True, False):
+        mine = place >= num_devices if host_only else np.ones(len(place), dtype=bool)
+        short = lack.place >= num_devices if host_only else np.ones(len(lack.place), dtype=bool)
+        there = held.item >= num_devices if host_only else np.ones(len(held.item), dtype=bool)
+        able, makers = np.unique(row[mine] * num_nodes + node_of[place[mine]], return_counts=True)
+        cls, node = table.cls[able // num_nodes], able % num_nodes
+        known, lacking = np.unique(lack.cls[short] * num_nodes + node_of[lack.place[short]], return_counts=True)
+        all_could = makers == lacking[np.searchsorted(known, cls * num_nodes + node)]
+        nodes = Lists.of_pairs(held.owner[there], node_of[held.item[there]], len(held))
+        spared = np.flatnonzero(all_could & ~contains(nodes, cls, node))
+        size = sizes[able[spared] // num_nodes]
+        if host_only:
+            moved += int(size.sum())
+        else:
+            np.add.at(node_in, node[spared], size)
     return Foregone(moved_bytes=moved, node_in_bytes=node_in)
-
-
-def _by_node(
-    wanters: tuple[int, ...], holders: tuple[int, ...], node_of: list[int]
-) -> dict[int, tuple[set[int], set[int]]]:
-    """Node -> (places that want and lack, places that hold) of one class."""
-    result: dict[int, tuple[set[int], set[int]]] = {}
-    for place in holders:
-        result.setdefault(node_of[place], (set(), set()))[1].add(place)
-    for place in wanters:
-        lack, held = result.setdefault(node_of[place], (set(), set()))
-        if place not in held:
-            lack.add(place)
-    return result

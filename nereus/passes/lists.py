@@ -54,6 +54,11 @@ class Lists:
         return cls(first, item)
 
     @classmethod
+    def of_arrays(cls, lists: Sequence[IntArray]) -> Lists:
+        counts = np.fromiter(map(len, lists), dtype=np.int64, count=len(lists))
+        return cls(np.concatenate(([0], np.cumsum(counts))), concatenated(lists))
+
+    @classmethod
     def of_pairs(cls, owner: IntArray, item: IntArray, num_lists: int) -> Lists:
         """Ascending lists without repetitions."""
         scale = int(item.max(initial=0)) + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,8 +44,7 @@ class TimelineOptions:
     max_ops: int = 400
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):
     """What operation ``number`` holds on one device while it runs and afterwards, bytes."""
 
     number: int
