@@ -26,6 +26,7 @@ from nereus.models.tensors import logical_tensors
 from nereus.runtime.adapters import safetensors_state
 from nereus.runtime.adapters.torch_plain import PlainTorch
 from nereus.runtime.faults import EXPELLED, Fault
+from nereus.runtime.live import Prepared
 from nereus.runtime.session.attach import attach
 from nereus.runtime.session.job import COMMUNICATION, Aborted, Job
 from nereus.runtime.session.members import View
@@ -156,6 +157,7 @@ def main(
     restore: str = "",
     form: str = "safetensors",
     loop: dict[str, Any] | None = None,
+    peers: int = 0,
 ) -> None:
     """``changes``: after step s to plan number p. ``fault``: {"device", "phase" | "step" | "piece", "kind", "epoch"};
     "piece": when that many pieces of moves have arrived.
@@ -219,10 +221,20 @@ def main(
         device=device,
         deadline_s=deadline_s,
         snapshots=True,
+        peers=peers,
         spawn=spawn if spawns else None,
         journal=Path(folder, f"journal-{device}-{os.getpid()}"),
         on_phase=on_phase,
     )
+    if fault is not None and fault.get("copy") and device == fault["device"]:
+        genuine = Prepared.run
+
+        def run(prepared: Prepared, store: Any, name: str, *more: Any) -> Any:
+            if f"/peers/{fault['copy']}/" in name:
+                strike("kill")
+            return genuine(prepared, store, name, *more)
+
+        Prepared.run = run  # type: ignore[method-assign]
     job.bind("actor.train", build, probe=probe)
     job.bind("actor.generate", build)
     log: list[str] = []

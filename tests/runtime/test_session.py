@@ -177,6 +177,19 @@ def test_what_only_the_lost_process_had_is_named(processes: LocalProcesses, tmp_
     assert all("wanted and held by none" in r["text"] and "model.layers" in r["text"] for r in results), results
 
 
+@pytest.mark.parametrize(("peers", "when", "back"), [(1, "step", 3), (2, "step", 2), (1, "copy", 3)])
+def test_what_only_the_lost_process_had_is_at_a_peer(
+    processes: LocalProcesses, tmp_path: Path, peers: int, when: str, back: int
+) -> None:
+    """A quarter of every matrix is lost with one process of four; a peer has it, of the last boundary or the one
+    before, and all go back there. Lost in the middle of the fourth copy, it leaves the third."""
+    fault = {"device": "n0.gpu3", "kind": "kill", "step": 3} if when == "step" else {"device": "n0.gpu3", "copy": 4}
+    words: dict[str, Any] = {"first": TP4, "steps": 5, "changes": {}, "fallback": (UNEVEN,), "peers": peers}
+    results = run(processes, tmp_path, expect=3, fault=fault, **words)
+    good(results, "uneven", 3)
+    assert all(f"recovered in epoch 2 at {back}" in r["log"] for r in results), results
+
+
 def test_a_stopped_process_wakes_outside(processes: LocalProcesses, tmp_path: Path) -> None:
     """The others wait for it no longer than the deadline, and go on; it may serve nothing any more."""
     fault = {"device": "n0.gpu3", "phase": "move", "kind": "stop"}

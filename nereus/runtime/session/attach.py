@@ -29,6 +29,7 @@ def attach(
     deadline_s: float = ...,
     journal: str | os.PathLike[str] | None = ...,
     snapshots: bool = ...,
+    peers: int = ...,
     spawn: Spawn | None = ...,
     address: str | None = ...,
     on_phase: OnPhase = ...,
@@ -59,6 +60,7 @@ def attach(
     deadline_s: float = 60.0,
     journal: str | os.PathLike[str] | None = None,
     snapshots: bool = False,
+    peers: int = 0,
     spawn: Spawn | None = None,
     address: str | None = None,
     on_phase: OnPhase = lambda phase: None,
@@ -66,9 +68,10 @@ def attach(
     """Join the job ``name`` of ``store`` as the process of ``device``. Nothing is waited for before ``start``.
 
     ``snapshots``: keep a copy of the state of each boundary in host memory, so that a process lost in the middle of a
-    step loses no more than the step. ``deadline_s``: of every wait for others; whoever is silent for so long counts as
-    lost where the others agree on that. ``address``: of this machine among the others; None: that from which it
-    reaches the store. ``plan``: None where a controller has it.
+    step loses no more than the step. ``peers``: at every so many boundaries, what only one process holds is copied to
+    another one's host memory (0: never), so that it is not lost with its holder; with ``snapshots``. ``deadline_s``: of
+    every wait for others; whoever is silent for so long counts as lost where the others agree on that. ``address``: of
+    this machine among the others; None: that from which it reaches the store. ``plan``: None where a controller has it.
 
     ``part``: which of its device's processes this is, where a device has several; the stages that it serves are bound
     with the same one.
@@ -80,6 +83,8 @@ def attach(
         if plan is None:
             raise TypeError("attach: a controller needs the plan to begin with")
         return Controller(plan, provider, replan=replan, parts=parts or {}, deadline_s=deadline_s)
+    if peers and not snapshots:
+        raise TypeError("attach: copies at peers are of boundaries, which snapshots=True keeps")
     if store is None or device is None:
         raise TypeError("attach: a process needs store and device; a controller needs provider")
     return Job(
@@ -90,6 +95,7 @@ def attach(
         deadline_s=deadline_s,
         journal=journal,
         snapshots=snapshots,
+        peers=peers,
         spawn=spawn,
         address=address or own_address(store),
         on_phase=on_phase,

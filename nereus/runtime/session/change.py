@@ -207,7 +207,7 @@ class Change:
         mine = _Offer(
             base=self.base,
             loop=dict(old.loop) if old is not None else None,
-            states={name: dict(held.job_state) for name, held in old.stages.items()} if old is not None else {},
+            states=_states(old) if old is not None else {},
             had=self.had,
             veto="; ".join(vetoes),
         )
@@ -303,12 +303,12 @@ class Change:
             source = self._source(stage.name)
             if source is None or self._is_cache(stage.name):
                 continue
-            held = self.old.stages.get(source) if self.old is not None else None
+            held = self.old.held(source) if self.old is not None else ()
             adapter = self.built.adapters.get(stage.name)
             try:
                 name = f"{self.key}/move/{stage.name}"
                 prepared = prepare_among(
-                    held.binding if held is not None else None,
+                    tuple(each.binding for each in held),
                     adapter.bind if adapter is not None else None,
                     tensors_of(self.command.plan.model(stage.model)),
                     store=self.record.store,
@@ -406,6 +406,15 @@ def weights_alone(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def tensors_of(model: Model) -> tuple[LogicalTensor, ...]:
     return logical_tensors(model.arch, model.head, model.lora)
+
+
+def _states(old: Snapshot) -> dict[str, Any]:
+    """Job states by stage, of this process and of a lost one whose parts it keeps."""
+    found = {}
+    for name in dict.fromkeys((*old.stages, *old.ward)):
+        said = {number: dict(held.job_state) for number, held in enumerate(old.held(name))}
+        found[name] = united(f"the job state of {name}", said)
+    return found
 
 
 def _same(what: str, said: Mapping[int, Any]) -> Any:

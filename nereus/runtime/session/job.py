@@ -54,6 +54,7 @@ from nereus.runtime.session.members import (
     Word,
     tell_failure,
 )
+from nereus.runtime.session.peers import Peers
 from nereus.runtime.session.record import Record
 from nereus.runtime.session.recovery import Replan, Turn, no_replan
 from nereus.runtime.session.snapshot import Snapshot, copied, live
@@ -88,6 +89,7 @@ class Job:
         deadline_s: float,
         journal: str | os.PathLike[str] | None,
         snapshots: bool,
+        peers: int,
         spawn: Spawn | None,
         address: str,
         on_phase: OnPhase,
@@ -121,7 +123,8 @@ class Job:
         self._snapshots: list[Snapshot] = []
         self._touched = False
         self._turn = 0
-        self._syncs = self._syncs_of(0)
+        self._copies = peers
+        self._syncs, self._peers = self._syncs_of(0), self._peers_of(0)
         self._checkpoints = 0
         self._requested: Plan | None = None
         self._rehearses = False
@@ -250,6 +253,9 @@ class Job:
     def _syncs_of(self, epoch: int) -> Syncs:
         return Syncs(self.record, epoch=epoch, deadline_s=self._deadline_s, stop=self.loss)
 
+    def _peers_of(self, epoch: int) -> Peers:
+        return Peers(self.record, epoch=epoch, every=self._copies, deadline_s=self._deadline_s, stop=self.loss)
+
     def _storage(self) -> Storage:
         self._check_serves()
         self._checkpoints += 1
@@ -338,13 +344,15 @@ class Job:
         if word.loop is not None:
             self.loop = dict(word.loop)
             self._snapshots[-1:] = [replace(kept, loop=dict(word.loop)) for kept in self._snapshots[-1:]]
-        del self._snapshots[:-1]
+        self._snapshots = [s for s in self._snapshots if s.version in (self.version, self._peers.version)]
         self._touched = False
         if word.refused:
             refused = Outcome(epoch=self._lead.ended, plan=self.plan, fault=Fault.decode(word.refused), phases_s={})
             self.outcomes.append(refused)
             return refused
         if not word.epoch:
+            if self._peers.due(self.version):
+                self._peers.copy(self.plan, self.members, self._kept(), self.version)
             return None
         outcome = self._change(self.record.decided(f"epoch/{word.epoch}/command"))
         if self.led and outcome.fault is not None and outcome.fault.text == REHEARSED:
@@ -402,7 +410,7 @@ class Job:
             record=self.record,
             stages=self._stages,
             base=self.epoch,
-            old=self._holding(command.version, serving=serving),
+            old=self._with_ward(self._holding(command.version, serving=serving), command),
             had=tuple(stage.name for stage in self.plan.owners()) if self.epoch else (),
             serving=self._built if serving else None,
             losses=self._losses,
@@ -431,7 +439,8 @@ class Job:
             self.loop = dict(change.loop)
         self._turn, self._touched, self._checkpoints = 0, False, 0
         self._syncs.close()
-        self._syncs = self._syncs_of(command.epoch)
+        self._peers.close()
+        self._syncs, self._peers = self._syncs_of(command.epoch), self._peers_of(command.epoch)
         self._snapshots.clear()
         if self._keep and self._built is not None:
             self._snapshots.append(copied(self._kept(), dict(self.loop), self.version))
@@ -457,6 +466,13 @@ class Job:
             return live(self._kept(), dict(self.loop), version)
         return None
 
+    def _with_ward(self, old: Snapshot | None, command: Command) -> Snapshot | None:
+        """And what this process keeps of one that is lost."""
+        mirror = self._peers.mirror
+        if old is None or mirror is None or mirror.version != old.version or mirror.ward in command.numbers():
+            return old
+        return replace(old, ward=mirror.stages)
+
     def _kept(self) -> dict[str, Adapter]:
         """Objects whose state is the job's: all but caches."""
         assert self._built is not None
@@ -473,6 +489,7 @@ class Job:
         if built is not None and (fault := losses.among(self.members)) is not None:
             built.groups.abort(fault.text)
             self._syncs.abort(fault.text)
+            self._peers.abort(fault.text)
             for hook in self._on_loss:
                 hook(fault)
         if changing is not None and (fault := losses.among(changing.command.members)) is not None:
@@ -503,7 +520,9 @@ class Job:
                 deadline_s=self._deadline_s,
             )
             try:
-                survivors = turn.survivors(self._versions())
+                mirror = self._peers.mirror
+                ward = (mirror.ward, mirror.version) if mirror is not None else None
+                survivors = turn.survivors(self._versions(), ward)
             except Fault as fault:
                 if fault.code == EXPELLED:
                     self._journal.write(self.epoch, "left")

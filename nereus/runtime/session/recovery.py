@@ -35,10 +35,11 @@ class Turn:
     key: str
     deadline_s: float
 
-    def survivors(self, versions: Sequence[int]) -> tuple[Member, ...]:
+    def survivors(self, versions: Sequence[int], ward: tuple[int, int] | None = None) -> tuple[Member, ...]:
         """Whoever speaks within the deadline; the first list written counts. What is known of losses makes it shorter.
-        ``versions``: the boundaries that this process holds. Raises Fault (EXPELLED) where it is not in the list."""
-        self.record.put(f"{self.key}/alive/{self.record.me}", tuple(versions))
+        ``versions``: the boundaries that this process holds; ``ward``: another one's number, and the boundary at which
+        it keeps what only that one had. Raises Fault (EXPELLED) where it is not in the list."""
+        self.record.put(f"{self.key}/alive/{self.record.me}", (tuple(versions), ward))
         end = time.monotonic() + self.deadline_s
         while (agreed := self.agreed()) is None:
             self.losses.look()
@@ -61,10 +62,13 @@ class Turn:
         return found
 
     def common_version(self, survivors: Sequence[Member]) -> int:
-        """The newest boundary that all have who hold any."""
-        said = [set(self.record.get(f"{self.key}/alive/{m.number}")) for m in survivors]
-        holding = [versions for versions in said if versions]
+        """The newest boundary that all have who hold any, and at which what only a lost one had is kept, if it is."""
+        said = [self.record.get(f"{self.key}/alive/{m.number}") for m in survivors]
+        holding = [set(versions) for versions, _ in said if versions]
         common = set.intersection(*holding) if holding else set()
+        left = {m.number for m in survivors}
+        kept = {ward[1] for _, ward in said if ward is not None and ward[0] not in left}
+        common = common & kept or common
         if not common:
             text = "no boundary is held by all survivors; use snapshots=True, or start again from a checkpoint"
             raise Fault(WRONG_STATE, text, where="job")

@@ -19,11 +19,16 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """``version``: boundaries passed. ``loop``: the training loop's state there."""
+    """``version``: boundaries passed. ``loop``: the training loop's state there. ``ward``: what this process keeps of
+    one that is lost (``peers.py``)."""
 
     version: int
     stages: dict[str, Held] = field(default_factory=dict)
+    ward: dict[str, Held] = field(default_factory=dict)
     loop: Mapping[str, Any] = field(default_factory=dict)
+
+    def held(self, stage: str) -> tuple[Held, ...]:
+        return tuple(held[stage] for held in (self.stages, self.ward) if stage in held)
 
     @property
     def num_bytes(self) -> int:
