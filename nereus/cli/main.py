@@ -47,6 +47,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "replay": ("replay", "what a job takes under one policy of adaptation or another, on a trace of lengths and pools"),
     "passes": ("passes", "list the passes of the compiler, their options and the pipeline"),
     "explain": ("explain", "cause, example and cure of a message"),
+    "inventory": (
+        "inventory",
+        "GPUs of this machine or of a Ray cluster, their health, and the cluster block for a plan",
+    ),
     "doctor": ("doctor", "what works on this machine, and what would enable the rest"),
     "version": ("version", "version of nereusc and of what it runs on"),
 }
