@@ -193,7 +193,7 @@ def _at_all_degrees(plan: Plan, owner: Stage) -> Iterator[tuple[str, Plan]]:
         for pp in range(1, min(len(owner.devices), arch.num_layers) + 1):
             for ep in eps:
                 for base in (plan, replace(plan, stages=smallest)):
-                    found = at_degrees(base, base.stage(owner.name), tp=tp, pp=pp, ep=ep)
+                    found = at_degrees(base, base.stage(owner.name), tp=tp, pp=pp, ep=ep, uneven=True)
                     if found is not None:
                         yield found.text, found.change(base)
                         break

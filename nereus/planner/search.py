@@ -233,6 +233,7 @@ class _Search:
     changes: Mapping[str, str]
     num_tried: int = 0
     _num_keys: int = 0
+    _alone: dict[tuple[str, int], bool] = field(default_factory=dict)
     _host_room: Floats = field(default_factory=lambda: np.zeros(0))
     _nodes: dict[str, NDArray[np.intp]] = field(default_factory=dict)
     _rooms: dict[str, Bytes] = field(default_factory=dict)
@@ -252,8 +253,14 @@ class _Search:
             if self.best.misses(bounds[number]):
                 break  # nor can those behind it be kept
             further = {**chosen, owner: number}
-            if not self.choices[owner].dominated(number) and self.fits(further):
+            if self._may(owner, number) and (not chosen or self.fits(further)):
                 self.descend(further, undecided[1:])
+
+    def _may(self, owner: str, number: int) -> bool:
+        """Whether it could be part of a best plan, whatever the others are: asked again for every choice of theirs."""
+        if (owner, number) not in self._alone:
+            self._alone[owner, number] = not self.choices[owner].dominated(number) and self.fits({owner: number})
+        return self._alone[owner, number]
 
     def _bounds(self, chosen: Mapping[str, int], owner: str) -> Floats:
         """Seconds of the owners chosen, of the others at their fastest, and what the keys written cost; with each

@@ -13,6 +13,7 @@ from planner.test_rl_step import COLOCATED, PRIOR, plan_of
 
 from nereus.lang.api import load_plan
 from nereus.models.memory import check_memory
+from nereus.models.memory.neighbours import even_as_can_be
 from nereus.models.memory.steady import COMMUNICATOR_BYTES, CONTEXT_BYTES, steady_state
 from nereus.planner.candidates import candidates, choices_of
 from nereus.planner.limits import Limits
@@ -172,3 +173,32 @@ def test_the_slowest_gpu_sets_the_pace(first: str, second: str) -> None:
     (slow, found) = (step_time(plan_of(text), PRIOR) for text in (COLOCATED, mixed))
     assert found.stages[0].seconds == pytest.approx(slow.stages[0].seconds, rel=0.01)
     assert found.stages[-1].seconds == pytest.approx(slow.stages[-1].seconds, rel=0.01)
+
+
+def test_pipelines_that_do_not_divide_the_layers_are_written_out(tmp_path: Path) -> None:
+    """30 layers over 4 stages: the first and the last have fewer, and the text says which."""
+    base, variant = tmp_path / "base.plan", tmp_path / "new.plan"
+    base.write_text(COLOCATED.replace("llama-3.1-8b", "deepseek-llm-7b"))
+    plan = load_plan(str(base)).plan
+    assert plan is not None
+    limits = Limits(values={("actor.train", "pp"): frozenset("4"), ("ref.infer", "pp"): frozenset({"8"})})
+    found = search(plan, PRIOR, count=2, limits=limits).best
+    assert found
+    for each in found:
+        assert each.plan.stage("actor.train").pp_split == (7, 8, 8, 7)
+        assert each.plan.stage("actor.logprob").pp_split == (7, 8, 8, 7)
+        assert each.plan.stage("ref.infer").pp_split == (3, 4, 4, 4, 4, 4, 4, 3)
+        written = "\n".join(f"stage {stage} {{ {keys} }}" for stage, keys in each.changes.items() if keys)
+        variant.write_text(f'extends "base.plan"\n{written}\n')
+        again = load_plan(str(variant)).plan
+        assert again is not None, written
+        both = zip(again.stages, each.plan.stages, strict=True)
+        assert all(replace(a, span=b.span, key_spans=b.key_spans) == b for a, b in both), written
+
+
+def test_every_split_has_all_layers() -> None:
+    for layers in range(1, 70):
+        for pp in range(1, layers + 1):
+            split = even_as_can_be(layers, pp)
+            assert sum(split) == layers and max(split) - min(split) <= 1
+            assert split[0] == min(split) or layers % pp == 0 or pp - layers % pp == 1

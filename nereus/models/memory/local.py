@@ -6,13 +6,14 @@ data parallelism the largest shard stands for all: the allocation that must fit 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import TypeAlias
 
 from nereus.ir.arch import Arch, Lora
 from nereus.ir.layout import SHARD_NONE, Layout, layout_of
 from nereus.ir.plan import Stage
-from nereus.ir.tensor import LogicalTensor
+from nereus.ir.tensor import Cut, LogicalTensor
 from nereus.models.slots import slot_applies
 from nereus.models.tensors import logical_tensors
 
@@ -137,35 +138,33 @@ def _local_shapes(
     arch: Arch, head: str, lora: Lora | None, slot: tuple[str, str | None], layout: Layout
 ) -> tuple[LocalShapes, ...]:
     pipeline = []
-    by_layer = _by_layer(arch, head, lora, slot)
+    by_layer, at_ends = _by_layer(arch, head, lora, slot)
     held: list[list[int]] = [[] for _ in range(layout.pp)]
     for layer in range(arch.num_layers):
         held[layout.pipeline_stage_of_layer(layer)].append(layer)
+    # Experts are numbered globally and divided over ep in equal runs; the fullest rank has the first run.
+    num_experts = -(-_num_experts(arch) // layout.ep) if arch.moe is not None else 0
+    known: dict[int, tuple[_Boxes, _Boxes, int]] = {}  # by the groups' identity
     for index, layers in enumerate(held):
-        dense: dict[tuple[int, int], int] = {}
-        expert: dict[tuple[int, int], int] = {}
+        dense: _Boxes = {}
+        expert: _Boxes = {}
         sizes, num_expert_layers = [], 0
         for layer in layers:
-            size, has_experts = 0, False
-            for tensor in by_layer.get(layer, ()):
-                rows, cols = _box(tensor, layout)
-                # Experts are numbered globally and divided over ep in equal runs; the fullest rank has the first run.
-                if tensor.expert is None:
-                    _count(dense, rows, cols)
-                elif tensor.expert < -(-_num_experts(arch) // layout.ep):
-                    _count(expert, rows, cols)
-                    has_experts = True
-                else:
-                    continue
-                size += rows * cols
+            groups = by_layer.get(layer, ())
+            if id(groups) not in known:
+                known[id(groups)] = _layer(groups, layout, num_experts)
+            of_dense, of_expert, size = known[id(groups)]
+            for counts, more in ((dense, of_dense), (expert, of_expert)):
+                for box, count in more.items():
+                    counts[box] = counts.get(box, 0) + count
             sizes.append(size)
-            num_expert_layers += has_experts
+            num_expert_layers += bool(of_expert)
         ends = 0
-        for tensor in by_layer[None]:
+        for tensor in at_ends:
             if (tensor.first and index == 0) or (tensor.last and index == layout.pp - 1):
-                rows, cols = _box(tensor, layout)
-                _count(dense, rows, cols)
-                ends += rows * cols
+                box = _box(tensor, layout)
+                dense[box] = dense.get(box, 0) + 1
+                ends += box[0] * box[1]
         pipeline.append(
             LocalShapes(
                 dense=tuple((rows, cols, count) for (rows, cols), count in dense.items()),
@@ -179,24 +178,64 @@ def _local_shapes(
     return tuple(pipeline)
 
 
+#: How many tensors are cut to (rows, cols).
+_Boxes: TypeAlias = dict[tuple[int, int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Tensors of a layer that are cut alike: one of them, and the expert that each belongs to (-1: none)."""
+
+    shape: tuple[int, ...]
+    cut: Cut | None
+    experts: tuple[int, ...]
+    tensor: LogicalTensor = field(compare=False)
+
+
+def _layer(groups: tuple[_Group, ...], layout: Layout, num_experts: int) -> tuple[_Boxes, _Boxes, int]:
+    """(what is no expert's, what is one's, elements of both) with so many experts."""
+    dense: _Boxes = {}
+    expert: _Boxes = {}
+    for group in groups:
+        counts, number = dense, len(group.experts)
+        if group.tensor.expert is not None:
+            counts, number = expert, sum(n < num_experts for n in group.experts)
+        if number:
+            box = _box(group.tensor, layout)
+            counts[box] = counts.get(box, 0) + number
+    size = sum(rows * cols * number for counts in (dense, expert) for (rows, cols), number in counts.items())
+    return dense, expert, size
+
+
 @lru_cache(maxsize=64)
 def _by_layer(
     arch: Arch, head: str, lora: Lora | None, slot: tuple[str, str | None]
-) -> dict[int | None, tuple[LogicalTensor, ...]]:
-    grouped: dict[int | None, list[LogicalTensor]] = {None: []}
+) -> tuple[dict[int, tuple[_Group, ...]], tuple[LogicalTensor, ...]]:
+    """(groups of each layer, tensors of no layer). Layers that are alike have one and the same tuple."""
+    found: dict[int, dict[tuple[object, ...], list[LogicalTensor]]] = {}
+    ends = []
     for tensor in logical_tensors(arch, head, lora):
-        if slot_applies(slot[0], tensor, slot[1]):
-            grouped.setdefault(tensor.layer, []).append(tensor)
-    return {layer: tuple(tensors) for layer, tensors in grouped.items()}
+        if not slot_applies(slot[0], tensor, slot[1]):
+            continue
+        if tensor.layer is None:
+            ends.append(tensor)
+        else:
+            key = (tensor.shape, tensor.cut, tensor.expert is None)
+            found.setdefault(tensor.layer, {}).setdefault(key, []).append(tensor)
+    same: dict[tuple[_Group, ...], tuple[_Group, ...]] = {}
+    by_layer = {}
+    for layer, groups in found.items():
+        of_layer = tuple(
+            _Group(of[0].shape, of[0].cut, tuple(-1 if t.expert is None else t.expert for t in of), of[0])
+            for of in groups.values()
+        )
+        by_layer[layer] = same.setdefault(of_layer, of_layer)
+    return by_layer, tuple(ends)
 
 
 def _num_experts(arch: Arch) -> int:
     assert arch.moe is not None
     return arch.moe.num_experts
-
-
-def _count(counts: dict[tuple[int, int], int], rows: int, cols: int) -> None:
-    counts[rows, cols] = counts.get((rows, cols), 0) + 1
 
 
 def _box(tensor: LogicalTensor, layout: Layout) -> tuple[int, int]:

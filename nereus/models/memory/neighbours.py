@@ -55,10 +55,10 @@ def neighbours(plan: Plan, owner: Stage) -> Iterator[Neighbour]:
             yield replace(found, keys=keys)
 
 
-def at_degrees(plan: Plan, owner: Stage, *, tp: int, pp: int, ep: int) -> Neighbour | None:
+def at_degrees(plan: Plan, owner: Stage, *, tp: int, pp: int, ep: int, uneven: bool = False) -> Neighbour | None:
     """The stages of ``owner``'s processes at these degrees, on the GPUs that they have; None where the front end would
-    refuse the plan."""
-    found = _changed(plan, owner, tp=tp, pp=pp, ep=ep)
+    refuse the plan. ``uneven``: where ``pp`` does not divide the layers, with a ``pp_split`` that is written."""
+    found = _changed(plan, owner, tp=tp, pp=pp, ep=ep, uneven=uneven)
     return None if found is None else Neighbour(text=found[0], keys=(), change=_setter(found[1]))
 
 
@@ -74,7 +74,9 @@ def _setter(changed: dict[str, dict[str, object]]) -> Callable[[Plan], Plan]:
     return change
 
 
-def _changed(plan: Plan, owner: Stage, *, tp: int, pp: int, ep: int) -> tuple[str, dict[str, dict[str, object]]] | None:
+def _changed(
+    plan: Plan, owner: Stage, *, tp: int, pp: int, ep: int, uneven: bool
+) -> tuple[str, dict[str, dict[str, object]]] | None:
     """What to write, and the fields of every stage in these processes; None where the plan would be refused."""
     num_devices = len(owner.devices)
     if num_devices % (tp * pp * owner.cp):
@@ -88,13 +90,18 @@ def _changed(plan: Plan, owner: Stage, *, tp: int, pp: int, ep: int) -> tuple[st
         fsdp = alike if alike > 1 else 0
         if "fsdp" in written or owner.backend != "fsdp":
             texts.append("fsdp = full")
+    split: tuple[int, ...] | None = None
     if pp != owner.pp:
-        texts += [f"{key} = default" for key in ("vp", "pp_split") if key in written]
+        layers = {plan.model(stage.model).arch.num_layers for stage in members(plan, owner)}
+        if uneven and len(layers) == 1 and max(layers) % pp:
+            split = even_as_can_be(max(layers), pp)
+        texts += [f"{key} = default" for key in ("vp", "pp_split") if key in written and (key == "vp" or not split)]
+        texts += [f"pp_split = ({', '.join(map(str, split))})"] if split else []
     if "dp" in written and dp != owner.dp:
         texts.append(f"dp = {dp}")
     fields: dict[str, dict[str, object]] = {}
     for stage in members(plan, owner):
-        found = _fields(plan, owner, stage, tp=tp, pp=pp, ep=ep, dp=dp)
+        found = _fields(plan, owner, stage, tp=tp, pp=pp, ep=ep, dp=dp, split=split)
         if found is None:
             return None
         fields[stage.name] = {**found, "tp": tp, "pp": pp, "dp": dp, "fsdp": fsdp}
@@ -103,7 +110,16 @@ def _changed(plan: Plan, owner: Stage, *, tp: int, pp: int, ep: int) -> tuple[st
     return "  ".join(texts), fields
 
 
-def _fields(plan: Plan, owner: Stage, stage: Stage, *, tp: int, pp: int, ep: int, dp: int) -> dict[str, object] | None:
+def even_as_can_be(layers: int, pp: int) -> tuple[int, ...]:
+    """Layers of each pipeline stage, those with one more in the middle: the first keeps the most activations, the last
+    has the head."""
+    first = (pp - layers % pp) // 2
+    return tuple(layers // pp + (first <= stage < first + layers % pp) for stage in range(pp))
+
+
+def _fields(
+    plan: Plan, owner: Stage, stage: Stage, *, tp: int, pp: int, ep: int, dp: int, split: tuple[int, ...] | None
+) -> dict[str, object] | None:
     model = plan.model(stage.model)
     arch = model.arch
     if tp_refusals(arch, tp, head=model.head, backend=stage.framework):
@@ -127,9 +143,9 @@ def _fields(plan: Plan, owner: Stage, stage: Stage, *, tp: int, pp: int, ep: int
     sp = tp > 1 and (owner.sp or all(key != "sp" for key, _ in owner.key_spans))
     found: dict[str, object] = {"ep": ep, "etp": etp, "sp": sp}
     if pp != owner.pp:
-        if arch.num_layers % pp:
+        if arch.num_layers % pp and split is None:
             return None
-        found.update(vp=1, pp_split=(arch.num_layers // pp,) * pp, chunks=())
+        found.update(vp=1, pp_split=split or (arch.num_layers // pp,) * pp, chunks=())
     return found
 
 
