@@ -53,7 +53,7 @@ def judge(results: list[dict[str, Any]]) -> str:
         return "old plan" if any("aborted" in line for line in log) else "new plan"
     said = {r.get("fault") for r in results}
     if said and all("wanted and held by none" in r["text"] for r in results if r.get("fault") == "NRS6010"):
-        return "lost, by name" if "NRS6010" in said else f"WRONG: {sorted(map(str, said))}"
+        return "lost, by name" if "NRS6010" in said else f"WRONG: {sorted(r.get('text', '') for r in results)}"
     return f"WRONG: nobody served at the end: {[r.get('text') for r in results]}"
 
 

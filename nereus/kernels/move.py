@@ -37,7 +37,7 @@ from nereus.kernels.regions import BITS_OF_WIDTH, TableError, plan
 from nereus.kernels.tables import Do, of_copies, of_packing
 
 #: Bytes of a piece at most, single rows longer than that in a strided block aside.
-PIECE_BYTES = 2 << 20
+PIECE_BYTES = 4 << 20
 #: Blocks smaller than this travel together: a message of its own costs more than to copy them.
 SMALL_BYTES = 256 << 10
 

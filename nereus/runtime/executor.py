@@ -32,7 +32,7 @@ from nereus.runtime.account import (
     resident_bytes,
 )
 from nereus.runtime.faults import DAMAGED_MESSAGE, DIFFERENT_DIGEST, WRONG_STATE, Fault, first_line
-from nereus.runtime.state import Allocate, DeviceState, allocate, fresh_bytes, key_of, same_place
+from nereus.runtime.state import Allocate, DeviceState, allocate, key_of, same_place
 from nereus.runtime.transports.attach import LEAST_ROW_BYTES
 from nereus.runtime.transports.base import TURNS, Outgoing, Parcel, Transport
 from nereus.runtime.validate import validate
@@ -91,6 +91,7 @@ class _InFlight:
     buffers: list[torch.Tensor] = field(default_factory=list)
     staged: list[bool] = field(default_factory=list)
     staged_bytes: int = 0
+    room: torch.Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -210,13 +211,16 @@ class _Executor:
         self._timed("acquire", lambda: self._acquire(steps))
         self._timed("copy", lambda: self._copies((p, c) for p, w in steps for c in w.copies))
         incoming = [(p, m) for p, w in steps for m in w.receives]
-        receives = self._timed("pack", lambda: self._flights(incoming, turns=1))
+        receives = self._timed("pack", lambda: self._flights(incoming))
         outgoing = [(p, m) for p, w in steps for m in w.sends]
-        sends = self._timed("pack", lambda: self._flights(outgoing, turns=TURNS))
+        sends = self._timed("pack", lambda: self._flights(outgoing, sends=True))
         self._exchange(receives, sends)
         for flight in (*sends, *receives):
             flight.owner.account.stage(-flight.staged_bytes)
             flight.buffers.clear()
+            if flight.room is not None:
+                self.transport.staging.give(flight.room)
+                flight.room = None
         self.num_messages += len(sends)
         self.sent += sum(flight.num_bytes for flight in sends)
         self._timed("copy", lambda: self._copies((p, c) for p, w in steps for c in w.derives))
@@ -241,9 +245,9 @@ class _Executor:
             copy(p.data, blocks.src.table, blocks.dst.table, cast=blocks.cast)
             self.copied += _bytes_of(blocks.dst.table, p.widths)
 
-    def _flights(self, messages: Iterable[tuple[_Participant, Message]], *, turns: int) -> list[_InFlight]:
+    def _flights(self, messages: Iterable[tuple[_Participant, Message]], *, sends: bool = False) -> list[_InFlight]:
         """The messages cut, and staging for all pieces that the transport cannot take from or put to their place: for
-        ``turns`` pieces of each message at a time."""
+        as many pieces of each message as are under way at one time."""
         flights = []
         for p, message in messages:
             self._blame(p)
@@ -252,9 +256,9 @@ class _Executor:
             places = [_place(p.data, what, direct=direct) for what in flight.pieces]
             flight.staged = [place is None for place in places]
             sizes = [what.num_bytes for what, staged in zip(flight.pieces, flight.staged, strict=True) if staged]
-            size, few = _aligned(max(sizes, default=0)), min(turns, len(sizes))
-            room = fresh_bytes(size * few)
-            flight.staged_bytes = min(sum(sizes), len(room))
+            size, few = _aligned(max(sizes, default=0)), min(TURNS if sends and direct else 1, len(sizes))
+            room = flight.room = self.transport.staging.take(size * few)
+            flight.staged_bytes = min(sum(sizes), size * few)
             p.account.stage(flight.staged_bytes)
             turn = 0
             for what, place in zip(flight.pieces, places, strict=True):

@@ -9,11 +9,13 @@ from typing import Protocol
 import torch
 
 from nereus.ir.cluster import Device
+from nereus.runtime.staging import Staging
 
 #: Checksums are sums modulo 2^64.
 CHECKSUM_MASK = (1 << 64) - 1
 
-#: Pieces of a message that may be under way at one time: as many buffers in turn are enough for its sender.
+#: Pieces in staging that may be under way at one time, of a message that is ``direct``: as many buffers in turn are
+#: enough for its sender. Of any other message one is.
 TURNS = 2
 
 
@@ -21,7 +23,7 @@ TURNS = 2
 class Parcel:
     """One piece of a message. ``data``: uint8, contiguous, or [rows, bytes of a row] where the transport is ``direct``;
     a sender's is read, a receiver's is filled. ``checksum``: of a sender's piece; ``staged``: its memory is used again
-    after ``TURNS`` more pieces (a storage is left alone until all processes have agreed, which is later)."""
+    for a later piece of the message (a storage is left alone until all processes have agreed, which is later)."""
 
     tag: int
     src: Device
@@ -58,6 +60,10 @@ class Transport(Protocol):
     @property
     def notes(self) -> tuple[str, ...]:
         """What somebody who wonders about its speed should know."""
+
+    @property
+    def staging(self) -> Staging:
+        """Kept as long as its connections are."""
 
     def direct(self, src: Device, dst: Device) -> bool:
         """Whether the receiver copies out of the sender's memory: rows need not be packed then."""

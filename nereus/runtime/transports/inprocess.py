@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from nereus.ir.cluster import Device
 from nereus.runtime.faults import PROGRAM_FAULT, Fault
+from nereus.runtime.staging import Staging
 from nereus.runtime.transports.base import Arrived, Outgoing, Parcel
 
 
@@ -37,6 +38,9 @@ class InProcess:
     process = 0
     num_processes = 1
     notes: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self.staging = Staging()
 
     def direct(self, src: Device, dst: Device) -> bool:
         return False

@@ -32,6 +32,7 @@ import torch.distributed
 
 from nereus.ir.cluster import Device
 from nereus.runtime.faults import DEADLINE, PARTICIPANT_FAILED, PROGRAM_FAULT, Fault, first_line
+from nereus.runtime.staging import Staging
 from nereus.runtime.transports.attach import Card, Rows, meet, read
 from nereus.runtime.transports.base import TURNS, Arrived, Outgoing, Parcel
 from nereus.runtime.transports.inprocess import hand_over
@@ -98,6 +99,7 @@ class Sockets:
         self._stop = stop
         self._arrived: Arrived = _unasked
         self.notes: tuple[str, ...] = ()
+        self.staging = Staging()
         #: Processes whose memory this one reads, with their process numbers; and those that read this one's.
         self._reads: dict[int, int] = {}
         self._read_by: set[int] = set()
@@ -341,6 +343,7 @@ class Sockets:
             link.close()
         self._links, self._masks, self._poll = {}, {}, select.poll()
         self._arrived = _unasked
+        self.staging.clear()
         self._card.close()
 
     def _first(self, key: str, value: str) -> str:
