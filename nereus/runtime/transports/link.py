@@ -18,6 +18,9 @@ from typing import ClassVar
 BYTES, TICKET, LENT, DONE, TEXT = range(5)
 
 
+#: So much is waited for before it is read, where as much is to come: to be woken costs more than to copy a little.
+_LEAST_BYTES = 512 << 10
+
 _NOTHING = memoryview(b"")
 
 
@@ -68,6 +71,7 @@ class Link:
         self._frame: Frame | None = None
         self._body: memoryview | None = None
         self._into = memoryview(self._head)  # what is left to fill
+        self._least_bytes = 1
         self.ended = False  # the other side has closed, or is gone
         self.halted = False  # the frame at hand has no place yet
 
@@ -102,6 +106,7 @@ class Link:
             try:
                 count = self.socket.recv_into(self._into)
             except (BlockingIOError, InterruptedError):
+                self._ask_for(min(len(self._into), _LEAST_BYTES))
                 return
             if not count:
                 self.ended = True
@@ -109,6 +114,12 @@ class Link:
             self._into = self._into[count:]
             if not self._into:
                 self._next()
+
+    def _ask_for(self, num_bytes: int) -> None:
+        """Before so many are there, or the other side ends, nothing is."""
+        if num_bytes != self._least_bytes:
+            self._least_bytes = num_bytes
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
     def shut(self) -> None:
         """End what either side waits for. Any thread may call it."""
