@@ -307,3 +307,25 @@ def test_a_damaged_job_state_is_refused_and_not_made_up_from_the_rest() -> None:
     for value, unread in ((b"", ()), ("text", ()), (packed[:-1], ()), (None, (dcp_job.JOB_STATE,))):
         with pytest.raises(BindError, match="damaged"):
             read(value, unread)
+
+
+class _Runs:
+    """Leaves a file behind where a pickle is obeyed."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def test_metadata_that_would_run_something_is_refused(tmp_path: Path) -> None:
+    folder, trace = tmp_path / "checkpoint", tmp_path / "trace"
+    torch_dcp.save(shaped(TIED, live(TIED, whole_state(TIED))), checkpoint_id=folder, no_dist=True)
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.planner_data = _Runs(str(trace))
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(BindError, match=r"\.metadata cannot be read: UnpicklingError: it names posix\.mkdir"):
+        dcp.bind(folder, HfNaming(arch=TIED))
+    assert not trace.exists()

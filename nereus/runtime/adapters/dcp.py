@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from nereus.ir.fragment import Fragment, RankState, Segment
 from nereus.models.naming.base import Naming, UnknownParameter, Where
@@ -31,6 +30,7 @@ from nereus.models.naming.megatron import MegatronNaming
 from nereus.runtime.adapters.base import DTYPE_NAMES, BindError, Binding, BindingBuilder, FrameworkMissing
 from nereus.runtime.adapters.boxes import Box, chunk_fragments
 from nereus.runtime.adapters.dcp_megatron import stacked
+from nereus.runtime.adapters.dcp_metadata import read
 from nereus.runtime.adapters.publish import missing
 from nereus.runtime.adapters.regions import (
     Key,
@@ -150,7 +150,7 @@ def _metadata(folder: Path) -> Any:
     if not (folder / ".metadata").is_file():
         raise BindError(f"{folder}: no .metadata: not a torch.distributed.checkpoint folder, or its save did not end")
     try:
-        metadata = FileSystemReader(folder).read_metadata()
+        metadata = read(folder)
     except Exception as error:  # whatever a damaged pickle raises
         raise BindError(f"{folder}/.metadata cannot be read: {type(error).__name__}: {error}") from error
     if not isinstance(getattr(metadata, "storage_data", None), dict):
