@@ -107,6 +107,7 @@ bench: $(RUN_STAMP)
 	$(BIN)/python benchmarks/decode.py
 	$(BIN)/python benchmarks/rl_steps.py
 	$(BIN)/python benchmarks/search.py
+	$(BIN)/python benchmarks/trace_study.py
 	$(BIN)/python benchmarks/transfer.py --mb 64 --turns 3
 
 soak: $(DEV_STAMP)

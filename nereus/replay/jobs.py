@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from nereus.ir.plan import Plan
 from nereus.lang.api import resolve_text
+from nereus.planner.limits import NO_LIMITS, Limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +95,14 @@ workload {{ algorithm = ppo{mode}  prompts = {prompts}  samples = 1  mini_batch 
     if result.plan is None:
         raise ValueError("; ".join(found.headline for found in result.diagnostics))
     return _with_memory(result.plan, site.mem_gb)
+
+
+def limits_of(framework: str) -> Limits:
+    """Its plan space, beyond what the plan says."""
+    if framework != "openrlhf":
+        return NO_LIMITS
+    trained = ("actor.train", "critic.train", "ref.infer")
+    return Limits(values={(stage, key): frozenset({"1"}) for stage in trained for key in ("tp", "pp")})
 
 
 def _with_memory(plan: Plan, mem_gb: float | None) -> Plan:

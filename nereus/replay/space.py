@@ -16,6 +16,7 @@ from nereus.models.memory.neighbours import members
 from nereus.models.memory.state import owner_of
 from nereus.passes.coarse import coarse
 from nereus.planner.calibration import Calibration
+from nereus.planner.limits import NO_LIMITS, Limits
 from nereus.planner.pools import nodes_of, on_most_nodes, survives
 from nereus.planner.rl_step import Order, order_of, stage_time
 from nereus.planner.search import search
@@ -43,8 +44,9 @@ class Layout:
 class Space:
     """``plan``: the job as it starts; its cluster lists all nodes that may come."""
 
-    def __init__(self, plan: Plan, calibration: Calibration) -> None:
+    def __init__(self, plan: Plan, calibration: Calibration, limits: Limits = NO_LIMITS) -> None:
         self.start = plan
+        self.limits = limits
         self.calibration = calibration
         self.nodes = tuple(node.name for node in plan.cluster.nodes)
         self.plans: list[Plan] = []
@@ -94,7 +96,9 @@ class Space:
             placed = self.placed(self.start, num_nodes)
             found: tuple[int, ...] = ()
             if placed is not None:
-                searched = search(at_length(placed, RATIO**part), self.calibration, count=NUM_CHOICES)
+                searched = search(
+                    at_length(placed, RATIO**part), self.calibration, count=NUM_CHOICES, limits=self.limits
+                )
                 found = tuple(self.number(each.plan) for each in searched.best)
             self._choices[num_nodes, part] = found
         return self._choices[num_nodes, part]
