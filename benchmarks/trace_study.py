@@ -94,9 +94,8 @@ def large(steps: int = 1000) -> Study:
 def tables(results: Sequence[Result], scale: Study | None) -> list[str]:
     names = [*POLICIES, "offline"]
     lines = [f"{len(results)} traces; predictions off by 5 % a layout.", ""]
-    lines += [
-        "| policy | s a step | mean regret | worst regret | changes | share between steps | worst stall, s | out of memory |"
-    ]  # noqa: E501
+    columns = ("policy", "s a step", "mean regret", "worst", "changes", "share between steps", "worst stall, s", "OOM")
+    lines += [f"| {' | '.join(columns)} |"]
     lines += ["|---|---|---|---|---|---|---|---|"]
     for number, name in enumerate(names):
         outcomes = [result.study.outcomes[number] for result in results]

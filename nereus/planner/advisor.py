@@ -428,7 +428,7 @@ def _at_length(plan: Plan, response_len: float) -> Plan:
 
 def _keys(plan: Plan) -> _Keys:
     return tuple(
-        (s.name, s.tp, s.pp, s.dp, s.cp, s.ep, s.micro_batch, s.recompute, s.zero, s.fsdp, s.devices)
+        (s.name, s.tp, s.pp, s.dp, s.cp, s.ep, s.micro_batch, s.recompute, s.zero, s.fsdp, s.pp_split, s.devices)
         for s in plan.stages
     )
 
