@@ -200,7 +200,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(process, args=(folder, args.hidden, args.layers, args.turns), nprocs=PROCS)
         found = json.loads(Path(folder, "results").read_text())
-    print("| weights, 4 processes | MB | megatron-core | gloo | same host | gloo, times as fast | same host |")
+    print("| weights, 4 processes | MB | megatron-core | TCP | same host | TCP, times as fast | same host |")
     print("|---|---|---|---|---|---|---|")
     for label, said in found.items():
         medians = {n: [statistics.median(t[n][i] for t in said["turns"]) for i in (0, 1)] for n in said["turns"][0]}
