@@ -101,7 +101,10 @@ def certify(
     setup = max(life.seconds("engine-start"), life.seconds("spawn")) + life.seconds("build-groups")
     best = placed.best
     bound_node_in = max(bound.node_in_bytes, default=0)
-    phase = "during the transfer" if tight and int(worst[space]) == int(peak[space]) else memory.peak_phase(space)
+    phase = memory.peak_phase(space)
+    if tight:  # in its waves, or in a phase that is the same in both modes
+        apart = max((PHASES[0], PHASES[1], PHASES[3]), key=lambda name: int(memory.reversible[name][space]))
+        phase = PHASES[2] if int(worst[space]) == int(peak[space]) else apart
     first_release = min(schedule.release.values(), default=None)
     return Certificate(
         mode="none" if nothing else schedule.mode,

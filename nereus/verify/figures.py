@@ -13,6 +13,7 @@ from nereus.verify.case import Case
 from nereus.verify.coverage import fetched_bytes
 from nereus.verify.document import LifecycleOp
 from nereus.verify.finding import DamagedDocument, Violation
+from nereus.verify.graph import num_edges, num_ops
 from nereus.verify.links import busy_ports, link_classes
 from nereus.verify.memory import Use
 from nereus.verify.proof import proved_seconds
@@ -21,11 +22,10 @@ from nereus.verify.waves import predicted_seconds
 
 _CLASSES = ("local", "host", "intra-node", "inter-node")
 _CLOSE = 1e-6  # relative: sums of seconds in another order
-#: Stated by the certificate and not judged: operations of the compiler's own graph, and bounds over all placements (but
-#: that they are not above those of this one).
+#: Stated by the certificate and not judged: edges of tight mode, and bounds over all placements (but that they are not
+#: above those of this one).
 NOT_JUDGED = (
-    "num_ops",
-    "num_edges",
+    "num_edges in tight mode",
     "best_bound_transfer_s",
     "best_bound_peak_bytes_max",
     "placement_s",
@@ -94,7 +94,11 @@ def check_certificate(case: Case, bounds: Bounds, use: Use, storages: Storages) 
         "kept_bytes": bounds.kept_bytes,
         "derived_bytes": bounds.derived_bytes - fetched_bytes(case),
         "num_waves": document.num_waves,
+        "num_ops": num_ops(case, storages),
     }
+    edges = num_edges(case, storages)
+    if edges is not None:
+        true["num_edges"] = edges
     if storages.staged_bytes or "staged_bytes" in said.values:  # later than the first files
         true["staged_bytes"] = storages.staged_bytes
     links = said.values.get("bytes_by_link")

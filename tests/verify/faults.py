@@ -579,6 +579,8 @@ FAULTS: list[tuple[Fault, str, tuple[str, ...]]] = [
     (figure("kept_bytes", 1), "certificate", FIGURED),
     (figure("derived_bytes", 1), "certificate", FIGURED),
     (figure("num_waves", -1), "certificate", FIGURED),
+    (figure("num_ops", -1), "certificate", FIGURED),
+    (figure("num_edges", 1), "certificate", ("relays", "8b-grows")),
     (figure("peak_bytes_max", -1), "certificate", FIGURED),
     (figure("peak_bytes_max", 1), "certificate", ("relays", "8b-grows")),
     (figure("capacity_bytes", 1), "certificate", FIGURED),
