@@ -1,7 +1,7 @@
 """The job under a controller that is given one plan and finds the others: it watches the steps, learns what they take,
 looks for a better layout as responses grow, and makes the change where that pays.
 
-    python -m examples.ppo.auto examples/ppo/base.plan --steps 40 --emulate [--slow actor.generate] --log log.json
+    python -m examples.ppo.auto examples/ppo/small.plan --steps 20 --emulate [--slow actor.train] --log log.json
 
 Processes tell with each step what its stages took and what they hold; all else is the controller's: calibration,
 search, decision, change, and the way back from one that was no good. The lines that begin with ``--`` are what it

@@ -27,13 +27,7 @@ from nereus.planner.rl_step import step_time  # noqa: E402
 
 pytestmark = [pytest.mark.procs, pytest.mark.slow]
 
-GIVEN = load(str(Path(__file__).resolve().parents[2] / "examples" / "ppo" / "base.plan"))
-#: A quarter of its work.
-SMALL = replace(
-    GIVEN,
-    workload=replace(GIVEN.workload, prompts=64, mini_batch=64, epochs=1),
-    stages=tuple(replace(stage, micro_batch=16) for stage in GIVEN.stages),
-)
+SMALL = load(str(Path(__file__).resolve().parents[2] / "examples" / "ppo" / "small.plan"))
 TASK, ALGORITHM = Counting(num_steps=1), Settings(lr=1e-2, critic_lr=1e-2)
 NUM_STEPS = 10
 #: Where other work shares the machine, stops are long and steps uneven.
