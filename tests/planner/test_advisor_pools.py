@@ -1,0 +1,33 @@
+"""Decisions when nodes leave: in time, too late, without a word, and made ready before."""
+
+from __future__ import annotations
+
+from planner.test_advisor import text
+from planner.test_rl_step import PRIOR, plan_of
+
+from nereus.planner.advisor import CHECKPOINT, GO, Advisor
+from nereus.planner.pools import nodes_of
+
+NODES = ("n0", "n1", "n2", "n3")
+
+
+def watched() -> Advisor:
+    advisor = Advisor(plan_of(text().replace("n[0-1]", "n[0-3]")), PRIOR, pool=NODES)
+    advisor.observe(step=0, response_len=1100, step_s=40.0)
+    return advisor
+
+
+def test_a_change_that_cannot_end_before_the_nodes_leave_is_a_checkpoint() -> None:
+    for notice_s, action in ((1e6, GO), (0.01, CHECKPOINT)):
+        decision = watched().observe(step=1, response_len=1100, step_s=40.0, pool=NODES[:2], notice_s=notice_s)
+        assert decision.trigger == "lost" and decision.action == action
+        assert decision.plan is not None and nodes_of(decision.plan) == {"n0", "n1"}
+
+
+def test_what_was_made_ready_is_used_when_the_node_fails() -> None:
+    advisor = watched()
+    ready = {each.node: each for each in advisor.prepare(1100)}
+    decision = advisor.observe(step=1, response_len=1120, step_s=40.0, pool=[n for n in NODES if n != "n1"])
+    assert decision.action == GO and "ready" in decision.reason
+    assert decision.plan is not None and ready["n1"].plan is not None
+    assert decision.plan.stages == ready["n1"].plan.stages and decision.plan.cluster.lost == ("n1",)
