@@ -1,4 +1,4 @@
-"""What this machine can do, tried out rather than assumed: GPUs by NVML, and two processes that talk over gloo.
+"""What this machine can do, tried out rather than assumed: two processes that talk over gloo.
 
 Importing this module costs nothing: frameworks load inside the probes. ``python -m nereus.runtime.probe RANK STORE`` is
 one of the two processes.
@@ -20,34 +20,6 @@ class ProbeResult:
 
     works: bool
     detail: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuSeen:
-    name: str
-    total_bytes: int
-
-
-def nvidia_gpus() -> tuple[GpuSeen, ...]:
-    """GPUs that NVML shows. ImportError without nvidia-ml-py, RuntimeError in NVML's words if there is no driver."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        raise RuntimeError(str(error)) from None
-    try:
-        seen = []
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            name = pynvml.nvmlDeviceGetName(handle)
-            total = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-            seen.append(GpuSeen(name=name.decode() if isinstance(name, bytes) else name, total_bytes=total))
-        return tuple(seen)
-    except pynvml.NVMLError as error:
-        raise RuntimeError(str(error)) from None
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def gloo_pair(*, timeout_s: float = 60.0) -> ProbeResult:

@@ -135,28 +135,27 @@ def _torch(*, quick: bool) -> list[Check]:
 
 
 def _gpus() -> Check:
-    from nereus.runtime.probe import nvidia_gpus
+    from nereus.runtime.inventory.gpus import NotThere
+    from nereus.runtime.inventory.nvml import nvidia_gpus
+    from nereus.runtime.inventory.rocm import amd_gpus
 
     enables = "memory and placement of the GPUs of this machine, read live"
     version = package_version("nvidia-ml-py")
-    try:
-        gpus = nvidia_gpus()
-    except ImportError:
-        detail = "nvidia-ml-py is not installed"
-        if os.path.exists("/dev/kfd"):
-            detail = "an AMD GPU driver is there; Nereus does not read it yet"
-        return Check(name="GPUs", state=MISSING, detail=detail, enables=enables, extra="gpu")
-    except (RuntimeError, OSError, AttributeError) as error:
-        return Check(name="GPUs", state=MISSING, version=version, detail=str(error), enables=enables)
     names: dict[str, int] = {}
-    for gpu in gpus:
-        key = f"{gpu.name}, {format_gb(gpu.total_bytes)} GB"
-        names[key] = names.get(key, 0) + 1
-    if not names:
-        return Check(name="GPUs", state=MISSING, version=version, detail="NVML shows none", enables=enables)
-    return Check(
-        name="GPUs", state=WORKS, detail="; ".join(f"{n} x {name}" for name, n in names.items()), enables=enables
-    )
+    missing: list[NotThere] = []
+    for gpus in (nvidia_gpus, amd_gpus):
+        try:
+            for gpu in gpus():
+                key = f"{gpu.name}, {format_gb(gpu.total_bytes)} GB"
+                names[key] = names.get(key, 0) + 1
+        except NotThere as why:
+            missing.append(why)
+    if names:
+        detail = "; ".join(f"{n} x {name}" for name, n in names.items())
+        return Check(name="GPUs", state=WORKS, detail=detail, enables=enables)
+    detail = "; ".join(map(str, missing)) or "the drivers show none"
+    extra = next((why.extra for why in missing if why.extra), None)
+    return Check(name="GPUs", state=MISSING, version=version, detail=detail, enables=enables, extra=extra)
 
 
 def _frameworks() -> list[Check]:

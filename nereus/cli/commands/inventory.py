@@ -68,7 +68,7 @@ def _gpus() -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
         try:
             found += gpus()
         except NotThere as why:
-            missing.append(str(why))
+            missing.append(f"{why} (pip install '.[{why.extra}]')" if why.extra else str(why))
     return found, tuple(missing)
 
 

@@ -51,7 +51,12 @@ class Host:
 
 
 class NotThere(Exception):
-    """The driver's library is not on this machine, or has no device; says why."""
+    """The driver's library is not on this machine, or has no device; says why. ``extra``: of this package, that would
+    help."""
+
+    def __init__(self, text: str, *, extra: str | None = None) -> None:
+        super().__init__(text)
+        self.extra = extra
 
 
 def hardware_id(name: str, total_bytes: int | None = None) -> str | None:

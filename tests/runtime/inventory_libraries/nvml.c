@@ -7,7 +7,7 @@ typedef struct nvmlDevice_st { int index; } *nvmlDevice_t;
 static struct nvmlDevice_st devices[3] = {{0}, {1}, {2}};
 enum { SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3 };
 
-int nvmlInit_v2(void) { return SUCCESS; }
+int nvmlInitWithFlags(unsigned int flags) { return flags ? INVALID_ARGUMENT : SUCCESS; }
 int nvmlShutdown(void) { return SUCCESS; }
 
 int nvmlDeviceGetCount_v2(unsigned int *count) {
