@@ -22,7 +22,7 @@ import torch
 import torch.distributed
 
 from nereus.runtime.adapters.base import FrameworkMissing
-from nereus.runtime.groups import open_sockets, shut_sockets
+from nereus.runtime.communicator import open_sockets, shut_sockets
 
 #: Untyped in part.
 dist: Any = torch.distributed

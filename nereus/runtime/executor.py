@@ -278,7 +278,7 @@ class _Executor:
             for flight in receives
             for part, data in enumerate(flight.buffers)
         ]
-        outgoing = [Outgoing(f.owner.device, f.message.peer, self._packed(f)) for f in sends]
+        outgoing = [Outgoing(f.message.tag, f.owner.device, f.message.peer, self._packed(f)) for f in sends]
 
         def arrived(parcel: Parcel, checksum: int) -> None:
             flight = flights[parcel.tag]

@@ -10,15 +10,13 @@ job's store; it knows every communicator that it made, and ends them all.
     place.tp.all_reduce(tensor)
     groups.close()                               # or groups.abort("why"), also from another thread
 
-Ends of waits: gloo has no abort of its own (``ProcessGroupGloo.abort`` does nothing), so ``abort`` shuts the sockets
-that a communicator opened. That ends every wait on it, here and in the peers, within milliseconds; the reason stands in
-the store for them. A peer that neither speaks nor closes (a stopped process) costs its peers their deadline.
+Ends of waits: ``abort`` ends every wait on a communicator, here and in the peers, within milliseconds
+(``communicator.py``); the reason stands in the store for them. A peer that neither speaks nor closes (a stopped
+process) costs its peers their deadline.
 """
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +31,7 @@ import torch.distributed
 from nereus.ir.cluster import Device
 from nereus.ir.layout import layout_of
 from nereus.ir.plan import Stage
+from nereus.runtime.communicator import Communicator, gloo_device
 from nereus.runtime.coordinates import Coordinates
 from nereus.runtime.faults import DEADLINE, PARTICIPANT_FAILED, Fault, first_line
 
@@ -45,8 +44,6 @@ AXES = ("tp", "cp", "pp", "dp")
 _HEARSAY_S = 0.5
 _POLL_S = 0.003
 _FAULT = "fault"
-#: One at a time in this process: sockets that appear meanwhile belong to the communicator being made.
-_making = threading.Lock()
 
 
 class Group:
@@ -56,10 +53,10 @@ class Group:
     All members call them in the same order; one thread of a process at a time.
     """
 
-    def __init__(self, owner: Groups, name: str, members: tuple[int, ...], raw: Any, sockets: Mapping[int, str]):
+    def __init__(self, owner: Groups, name: str, members: tuple[int, ...], held: Communicator | None):
         self.name, self.members = name, members
         self.rank, self.size = members.index(owner.me), len(members)
-        self._owner, self._raw, self._sockets = owner, raw, sockets
+        self._owner, self._held = owner, held
 
     def __repr__(self) -> str:
         return f"Group({self.name}: {self.rank} of {list(self.members)})"
@@ -68,7 +65,7 @@ class Group:
     def raw(self) -> Any:
         """torch's ProcessGroupGloo; None with one member. Raises Fault once closed or aborted."""
         self._owner.check(self)
-        return self._raw
+        return self._held.raw if self._held is not None else None
 
     def all_reduce(self, data: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """``data`` itself, now the sum (``max``) over all members."""
@@ -106,9 +103,9 @@ class Group:
 
     def _run(self, doing: str, start: Callable[[Any], Any]) -> None:
         self._owner.check(self)
-        fault: Fault | None = None
+        held, fault = self._held, None
         try:
-            work = start(self._raw)
+            work = start(held.raw if held is not None else None)
             work.wait(timedelta(seconds=self._owner.deadline_s))
         except RuntimeError as error:
             # Made here and raised below: a traceback through gloo's frames would keep its connections open.
@@ -118,10 +115,13 @@ class Group:
 
     def _shut(self) -> None:
         """End the connections, whoever waits on them."""
-        shut_sockets(self._sockets)
+        if (held := self._held) is not None:
+            held.abort()
 
     def _drop(self) -> None:
-        self._raw = None
+        held, self._held = self._held, None
+        if held is not None:
+            held.drop()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +152,7 @@ class Groups:
         self._store = _of_epoch(store, epoch)
         # Its own connection: an abort must not queue behind a wait of the thread that it is to end.
         self._words = self._store.clone() if hasattr(self._store, "clone") else self._store
-        self._device: Any = dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)
+        self._device = gloo_device(address)
         self._lock = threading.Lock()
         self._groups: dict[tuple[str, tuple[int, ...]], Group] = {}
         self._ended: Fault | None = None
@@ -164,7 +164,7 @@ class Groups:
     def __len__(self) -> int:
         """Open communicators (those of one member are none)."""
         with self._lock:
-            return sum(group._raw is not None for group in self._groups.values())
+            return sum(group._held is not None for group in self._groups.values())
 
     def make(self, name: str, members: Sequence[int]) -> Group:
         """The communicator ``name`` of ``members``, one of which is this process; made once, then the same object.
@@ -179,8 +179,7 @@ class Groups:
             found = self._groups.get((name, chosen))
         if found is not None:
             return found
-        raw, sockets = (None, {}) if len(chosen) == 1 else self._connected(name, chosen)
-        group = Group(self, name, chosen, raw, sockets)
+        group = Group(self, name, chosen, None if len(chosen) == 1 else self._connected(name, chosen))
         with self._lock:
             self._groups[name, chosen] = group
             ended = self._ended
@@ -218,7 +217,7 @@ class Groups:
             self._groups.clear()
             self._ended = ended or Fault(PARTICIPANT_FAILED, "the communicators are closed", where=self.where)
         if ended is None:
-            self._wait_for_members([group for group in groups if group._raw is not None], deadline_s)
+            self._wait_for_members([group for group in groups if group._held is not None], deadline_s)
         for group in groups:
             group._drop()
 
@@ -252,7 +251,7 @@ class Groups:
         try:
             for group in groups:
                 if group.size > 1:
-                    group._raw, group._sockets = self._connected(group.name, group.members)
+                    group._held = self._connected(group.name, group.members)
         except Fault:
             with self._lock:
                 self._ended = ended
@@ -284,22 +283,19 @@ class Groups:
                 return Fault.decode(self._words.get(_FAULT).decode())
         return self._ended
 
-    def _connected(self, name: str, members: tuple[int, ...]) -> tuple[Any, dict[int, str]]:
+    def _connected(self, name: str, members: tuple[int, ...]) -> Communicator:
         """torch's group, once all members have come: only then can no wait inside its constructor be long."""
         key = f"{name}/{'-'.join(map(str, members))}"
         fault: Fault | None = None
         try:
             self._gather_members(f"{key}/here", members, name)
-            options = dist.ProcessGroupGloo._Options()
-            options._timeout = timedelta(seconds=self.deadline_s)
-            options._devices = [self._device]
-            options._threads = 1
-            with _making:
-                before = open_sockets()
-                raw = dist.ProcessGroupGloo(
-                    dist.PrefixStore(key, self._store), members.index(self.me), len(members), options
-                )
-                return raw, {number: link for number, link in open_sockets().items() if before.get(number) != link}
+            return Communicator(
+                dist.PrefixStore(key, self._store),
+                members.index(self.me),
+                len(members),
+                timeout_s=self.deadline_s,
+                device=self._device,
+            )
         except RuntimeError as error:
             fault = Fault(PARTICIPANT_FAILED, f"group {name} was not made: {first_line(error)}", where=self.where)
         raise self._said() or fault
@@ -343,30 +339,3 @@ def _of_epoch(store: Any, epoch: int | str) -> Any:
 
 def _tell(store: Any, fault: Fault) -> None:
     store.compare_set(_FAULT, "", fault.encode())
-
-
-def shut_sockets(sockets: Mapping[int, str]) -> None:
-    """End connections, as ``open_sockets`` tells of them. The numbers may be in use anew: only these are shut. Not
-    those that listen: gloo's thread ends the process where one fails."""
-    for number, link in sockets.items():
-        with suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{number}") != link:
-                continue
-            with socket.socket(fileno=os.dup(number)) as copy:
-                if not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    copy.shutdown(socket.SHUT_RDWR)
-
-
-def open_sockets() -> dict[int, str]:
-    """Open sockets of this process: descriptor -> what it points to. Empty where the system does not say."""
-    found = {}
-    try:
-        numbers = os.listdir("/proc/self/fd")
-    except OSError:
-        return {}
-    for number in numbers:
-        with suppress(OSError):
-            link = os.readlink(f"/proc/self/fd/{number}")
-            if link.startswith("socket:"):
-                found[int(number)] = link
-    return found

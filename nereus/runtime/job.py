@@ -6,7 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,7 +41,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One process's part of a run. ``process_of``: where each device of any step lives."""
+    """One process's part of a run. ``process_of``: where each device of any step lives. ``transport``: between
+    processes."""
 
     process: int
     num_processes: int
@@ -49,6 +50,7 @@ class Job:
     process_of: Mapping[Device, int]
     deadline_s: float
     drill: Drill | None = None
+    transport: str = "tcp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +207,7 @@ def _corrupt(drill: Drill, transport: Transport) -> None:
 
     def corrupting(sends: Sequence[Outgoing], receives: Any, arrived: Any, deadline_s: float) -> None:
         if next(waves) >= drill.wave:
-            sends = [Outgoing(each.src, each.dst, damaged(each.pieces)) for each in sends]
+            sends = [replace(each, pieces=damaged(each.pieces)) for each in sends]
         exchange(sends, receives, arrived, deadline_s)
 
     transport.exchange = corrupting  # type: ignore[method-assign]

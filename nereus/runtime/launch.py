@@ -41,7 +41,12 @@ class JobFailed(Exception):
 
 
 def make_jobs(
-    steps: Steps, process_of: Mapping[Device, int], num_processes: int, deadline_s: float, drill: Drill | None
+    steps: Steps,
+    process_of: Mapping[Device, int],
+    num_processes: int,
+    deadline_s: float,
+    drill: Drill | None,
+    transport: str = "tcp",
 ) -> list[Job]:
     from nereus.runtime.job import Job, Step
 
@@ -56,6 +61,7 @@ def make_jobs(
             process_of=process_of,
             deadline_s=deadline_s,
             drill=drill,
+            transport=transport,
         )
         for process in range(num_processes)
     ]
@@ -92,13 +98,14 @@ def run_processes(
     deadline_s: float,
     drill: Drill | None,
     emit: Emit,
+    transport: str = "tcp",
 ) -> list[JobResult]:
     """The devices dealt to ``num_processes`` worker processes. Raises JobFailed; all of them are gone afterwards."""
     if not hasattr(os, "fork"):
         raise JobFailed([], [Fault(CANNOT_START, "this system cannot fork processes")])
     emit({"kind": "phase", "process": -1, "step": 0, "phase": "start"})
     with tempfile.TemporaryDirectory(prefix="nereus-run-") as folder:
-        for job in make_jobs(steps, process_of, num_processes, deadline_s, drill):
+        for job in make_jobs(steps, process_of, num_processes, deadline_s, drill, transport):
             with open(os.path.join(folder, f"job-{job.process}"), "wb") as file:
                 file.write(encode(job))
         ended = _supervised(folder, num_processes, emit)

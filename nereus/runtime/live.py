@@ -43,8 +43,8 @@ from nereus.runtime.live_compile import (
 from nereus.runtime.relocate import Home, homes, relocate
 from nereus.runtime.replicas import Sums, check_repeats, difference, sums
 from nereus.runtime.state import DeviceState
+from nereus.runtime.transports.choice import TCP, Kept, between
 from nereus.runtime.transports.inprocess import InProcess
-from nereus.runtime.transports.sockets import Sockets
 
 __all__ = ["ALL", "MoveError", "move", "move_here"]
 
@@ -97,6 +97,7 @@ def move(
     model: str = "model",
     deadline_s: float = 60.0,
     gpu: str = DEFAULT_GPU,
+    transport: str = TCP,
 ) -> ExecutionReport:
     """Fill ``new`` of all processes of ``group`` (None: the default group) from ``old`` of all of them, bit for bit.
 
@@ -104,7 +105,7 @@ def move(
     no state (padding) become zero. ``old`` and ``new`` may be functions that bind, so that a failure to bind reaches
     every process at once. ``drop``: slots that nobody has to want (``ALL``: any); it counts for all processes if one
     of them says it. ``check_replicas``: compare the copies of what is wanted before anything is written; off if one
-    process says so.
+    process says so. ``transport``: one of ``TRANSPORTS``, the same in every process.
 
     Raises MoveError, the same in every process, before anything is written; ExecutionFailed where an execution fails:
     then ``old`` is untouched, and ``new`` is not to be used.
@@ -128,24 +129,24 @@ def move(
         deadline_s=deadline_s,
         gpu=gpu,
     )
-    return prepared.run(store, name, deadline_s)
+    return prepared.run(store, name, deadline_s, Connections(keep=False, kind=transport))
 
 
 class Connections:
     """Between the processes of a job: made for its first move, there for the next ones. Not for two at a time.
-    ``stop``: asked in every wait, ten times a second; what it returns is raised."""
+    ``stop``: asked in every wait, ten times a second; what it returns is raised. ``kind``: which transport."""
 
-    def __init__(self, *, keep: bool = True, stop: Callable[[], Fault | None] = lambda: None) -> None:
-        self._keep, self._stop = keep, stop
-        self._made: Sockets | None = None
+    def __init__(self, *, keep: bool = True, stop: Callable[[], Fault | None] = lambda: None, kind: str = TCP) -> None:
+        self._keep, self._stop, self._make = keep, stop, between(kind)
+        self._made: Kept | None = None
 
-    def transport(self, move: Prepared, store: Any, name: str, deadline_s: float) -> Sockets:
+    def transport(self, move: Prepared, store: Any, name: str, deadline_s: float) -> Kept:
         """Raises Fault where the processes do not find each other."""
         process_of = {device: at for at, own in enumerate(move.part.devices) for device in own}
         if self._keep and self._made is not None and self._made.again(name, process_of):
             return self._made
         self.close()
-        self._made = Sockets(
+        self._made = self._make(
             store=store,
             name=name,
             process=move.rank,

@@ -58,12 +58,13 @@ def run_pair(
     deadline_s: float = 60.0,
     on_event: Events | None = None,
     drill: Drill | None = None,
+    transport: str = "tcp",
 ) -> RunReport:
     """Execute ``old -> new -> *chain``, each change on the state that the one before left, and check all of it.
 
-    ``procs``: worker processes over TCP; 0 or 1 = all devices in this process. ``on_event`` gets small dictionaries
-    (kind: phase, progress, ended, ...). A change that goes wrong is in the report; raises DiagnosticError where a plan
-    does not compile or cannot run here.
+    ``procs``: worker processes; 0 or 1 = all devices in this process. ``transport``: between processes. ``on_event``
+    gets small dictionaries (kind: phase, progress, ended, ...). A change that goes wrong is in the report; raises
+    DiagnosticError where a plan does not compile or cannot run here.
     """
     if drill is not None and drill.kind in ("exit", "hang") and procs < 2:
         raise ValueError(f"a drill '{drill.kind}' takes a process of its own")
@@ -89,7 +90,13 @@ def run_pair(
             results = run_here(pairs, process_of, deadline_s=deadline_s, drill=drill, emit=tell)
         else:
             results = run_processes(
-                pairs, process_of, num_processes=num_processes, deadline_s=deadline_s, drill=drill, emit=tell
+                pairs,
+                process_of,
+                num_processes=num_processes,
+                deadline_s=deadline_s,
+                drill=drill,
+                emit=tell,
+                transport=transport,
             )
     except JobFailed as failed:
         results, faults = failed.results, failed.faults
@@ -104,7 +111,7 @@ def run_pair(
     rss = [r.peak_rss_bytes for r in results if r is not None and r.peak_rss_bytes is not None]
     return RunReport(
         ok=not faults,
-        transport="tcp" if num_processes > 1 else "inprocess",
+        transport=transport if num_processes > 1 else "inprocess",
         num_processes=num_processes,
         scale=str(scale),
         models=tuple(_describe(m, p) for m, p in zip(old.models, plans[0].models, strict=True)),

@@ -23,7 +23,8 @@ from nereus.runtime.codec import decode, encode
 from nereus.runtime.faults import Fault
 from nereus.runtime.job import Job, run_job
 from nereus.runtime.transports.base import Transport
-from nereus.runtime.transports.sockets import Sockets, open_store
+from nereus.runtime.transports.choice import between
+from nereus.runtime.transports.sockets import open_store
 
 #: After a process has failed, the others have this long to say so too.
 GRACE_S = 5.0
@@ -60,7 +61,7 @@ def _work(folder: str, process: int) -> int:
     store = open_store(os.path.join(folder, "store"), job.num_processes)
 
     def transport(step: int) -> Transport:
-        return Sockets(
+        return between(job.transport)(
             store=store,
             name=f"step{step}",
             process=process,

@@ -124,7 +124,7 @@ class Damaging(InProcess):
                 break
             yield from pieces
 
-        broken = [Outgoing(each.src, each.dst, damaged(each.pieces)) for each in sends[:1]]
+        broken = [Outgoing(each.tag, each.src, each.dst, damaged(each.pieces)) for each in sends[:1]]
         super().exchange([*broken, *sends[1:]], receives, arrived, deadline_s)
 
 

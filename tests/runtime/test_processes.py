@@ -1,4 +1,4 @@
-"""Real processes over TCP, with compiled programs: N to M, chains, growth, shrink, lost nodes, and every drill."""
+"""Real processes, with compiled programs: N to M, chains, growth, shrink, lost nodes, and every drill."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def good(report: RunReport) -> RunReport:
     return report
 
 
-@pytest.mark.parametrize("same_host", ["0", "1"])
-def test_four_processes(monkeypatch: pytest.MonkeyPatch, same_host: str) -> None:
-    """Over TCP alone, and by reads of each other's memory."""
+@pytest.mark.parametrize(("transport", "same_host"), [("tcp", "0"), ("tcp", "1"), ("gloo", "0")])
+def test_four_processes(monkeypatch: pytest.MonkeyPatch, transport: str, same_host: str) -> None:
+    """Over TCP alone, by reads of each other's memory, and over torch.distributed."""
     monkeypatch.setenv("NEREUS_SAME_HOST", same_host)
-    report = good(run(trainer(FOUR, tp=2, pp=2), trainer(FOUR, tp=4), procs=4))
-    assert (report.transport, report.num_processes) == ("tcp", 4)
+    report = good(run(trainer(FOUR, tp=2, pp=2), trainer(FOUR, tp=4), procs=4, transport=transport))
+    assert (report.transport, report.num_processes) == (transport, 4)
     assert report.steps[0].moved_bytes > 0
 
 
@@ -62,8 +62,8 @@ def test_eight_processes_three_models() -> None:
     good(run(old, new, procs=8))
 
 
-@pytest.mark.parametrize("procs", [2, 3, 8])
-def test_a_chain_n_to_m_with_growth_shrink_and_uneven_shards(procs: int) -> None:
+@pytest.mark.parametrize(("procs", "transport"), [(2, "tcp"), (3, "tcp"), (8, "tcp"), (2, "gloo"), (5, "gloo")])
+def test_a_chain_n_to_m_with_growth_shrink_and_uneven_shards(procs: int, transport: str) -> None:
     chain = [
         trainer(EIGHT, 6, fsdp=6),
         trainer(EIGHT, tp=2, pp=2, zero=1),
@@ -71,7 +71,7 @@ def test_a_chain_n_to_m_with_growth_shrink_and_uneven_shards(procs: int) -> None
         trainer(EIGHT, 3, pp=3),
         trainer(EIGHT, tp=8),
     ]
-    report = good(run(*chain, procs=procs))
+    report = good(run(*chain, procs=procs, transport=transport))
     assert [s.num_devices for s in report.steps] == [8, 8, 5, 8]
 
 
@@ -83,6 +83,7 @@ def test_a_node_is_lost_and_another_comes() -> None:
     assert [s.num_devices for s in report.steps] == [4, 8]
 
 
+@pytest.mark.parametrize("transport", ["tcp", "gloo"])
 @pytest.mark.parametrize(
     ("kind", "code", "word"),
     [
@@ -93,7 +94,7 @@ def test_a_node_is_lost_and_another_comes() -> None:
         ("hang", "NRS6005", "no answer within 3 s"),
     ],
 )
-def test_drills_end_in_a_diagnostic_and_leave_the_old_state(kind: str, code: str, word: str) -> None:
+def test_drills_end_in_a_diagnostic_and_leave_the_old_state(kind: str, code: str, word: str, transport: str) -> None:
     """The text is that of the process at fault, whoever noticed; nothing of the old plan is touched; nothing hangs."""
     begin = time.monotonic()
     report = run(
@@ -102,6 +103,7 @@ def test_drills_end_in_a_diagnostic_and_leave_the_old_state(kind: str, code: str
         procs=4,
         drill=Drill(kind=kind, process=2),
         deadline_s=3.0,
+        transport=transport,
     )
     assert time.monotonic() - begin < 40
     assert not report.ok

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 #: Seconds between two signs of life while a phase lasts.
 HEARTBEAT_S = 10.0
 
+_OVER = {"tcp": "TCP", "gloo": "gloo"}
 _DRILLS = ("corrupt", "allocation", "raise", "exit", "hang")
 #: In the order in which they come; ``load`` in this process only, ``start`` with several.
 _PHASES = {
@@ -47,9 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--transport",
-        choices=("auto", "inprocess", "tcp"),
+        choices=("auto", "inprocess", "tcp", "gloo"),
         default="auto",
-        help="how messages travel (default: tcp between processes)",
+        help="how messages travel: tcp over connections of its own, gloo over torch.distributed (default: tcp between "
+        "processes)",
     )
     parser.add_argument(
         "--scale",
@@ -107,6 +109,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
                     deadline_s=args.deadline,
                     drill=None if args.drill is None else Drill(kind=args.drill, process=procs - 1),
                     on_event=progress,
+                    transport="gloo" if args.transport == "gloo" else "tcp",
                 )
         except DiagnosticError as error:
             found = error.diagnostics
@@ -128,8 +131,8 @@ def _processes(args: argparse.Namespace) -> int:
     if not 0 < args.deadline <= 86400:
         raise UsageError("--deadline: seconds, more than 0 and at most a day")
     procs: int = max(1, args.procs)
-    if args.transport == "tcp" and procs == 1:
-        raise UsageError("--transport tcp works between processes: give --procs 2 or more")
+    if args.transport in ("tcp", "gloo") and procs == 1:
+        raise UsageError(f"--transport {args.transport} works between processes: give --procs 2 or more")
     if args.transport == "inprocess" and procs > 1:
         raise UsageError(f"--transport inprocess works in one process, not in --procs {procs}")
     if args.drill in ("exit", "hang") and procs == 1:
@@ -247,7 +250,11 @@ def _total(report: RunReport) -> str:
 
 def _step_text(step: StepReport, report: RunReport, out: Output) -> str:
     name = f"{os.path.basename(step.old) or 'old'} -> {os.path.basename(step.new) or 'new'}"
-    where = f"{report.num_processes} processes over TCP" if report.num_processes > 1 else "this process"
+    where = (
+        f"{report.num_processes} processes over {_OVER[report.transport]}"
+        if report.num_processes > 1
+        else "this process"
+    )
     same = step.moved_bytes == step.predicted_moved_bytes
     predicted = "as predicted" if same else f"{format_bytes(step.predicted_moved_bytes)} predicted"
     links = ", ".join(f"{format_bytes(size)} {link}" for link, size in step.bytes_by_link)

@@ -16,6 +16,7 @@ from nereus.runtime.session.lead import Spawn
 from nereus.runtime.session.members import Seat, device_of
 from nereus.runtime.session.record import own_address
 from nereus.runtime.session.recovery import Replan
+from nereus.runtime.transports.choice import TCP
 
 
 @overload
@@ -32,6 +33,7 @@ def attach(
     peers: int = ...,
     spawn: Spawn | None = ...,
     address: str | None = ...,
+    transport: str = ...,
     on_phase: OnPhase = ...,
 ) -> Job: ...
 
@@ -63,6 +65,7 @@ def attach(
     peers: int = 0,
     spawn: Spawn | None = None,
     address: str | None = None,
+    transport: str = TCP,
     on_phase: OnPhase = lambda phase: None,
 ) -> Job | Controller:
     """Join the job ``name`` of ``store`` as the process of ``device``. Nothing is waited for before ``start``.
@@ -71,7 +74,8 @@ def attach(
     step loses no more than the step. ``peers``: at every so many boundaries, what only one process holds is copied to
     another one's host memory (0: never), so that it is not lost with its holder; with ``snapshots``. ``deadline_s``: of
     every wait for others; whoever is silent for so long counts as lost where the others agree on that. ``address``: of
-    this machine among the others; None: that from which it reaches the store. ``plan``: None where a controller has it.
+    this machine among the others; None: that from which it reaches the store. ``transport``: how state travels, the
+    same in all processes (``transports/choice.py``). ``plan``: None where a controller has it.
 
     ``part``: which of its device's processes this is, where a device has several; the stages that it serves are bound
     with the same one.
@@ -98,5 +102,6 @@ def attach(
         peers=peers,
         spawn=spawn,
         address=address or own_address(store),
+        transport=transport,
         on_phase=on_phase,
     )

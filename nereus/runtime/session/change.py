@@ -102,6 +102,7 @@ class Change:
         quiesce: Sequence[Callable[[Command], str | None]],
         deadline_s: float,
         address: str,
+        transport: str,
         on_phase: OnPhase,
     ) -> None:
         self.command, self.record, self.stages, self.base = command, record, stages, base
@@ -113,7 +114,7 @@ class Change:
         self.before: dict[str, tuple[float, ...] | None] = {}
         self.phases_s: dict[str, float] = {}
         self.moved_bytes = self.peak_bytes = self.promised_bytes = 0
-        self.connections = Connections(stop=self._ended)
+        self.connections = Connections(stop=self._ended, kind=transport)
 
     def run(self) -> tuple[Outcome, Built | None]:
         """The outcome, and the new objects where it committed."""

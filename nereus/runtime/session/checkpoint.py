@@ -53,6 +53,7 @@ class Storage:
     adapters: Mapping[str, Adapter]
     deadline_s: float
     stop: Callable[[], Fault | None]
+    transport: str
 
     def save(self, target: Path, loop: Mapping[str, Any], form: str) -> int:
         """Bytes that this process brought to the disk. ``form``: one of ``FORMS``."""
@@ -60,7 +61,7 @@ class Storage:
         try:
             saved = {}
             written = 0
-            connections = Connections(stop=self.stop)
+            connections = Connections(stop=self.stop, kind=self.transport)
             for stage in self._saved():
                 saved[stage], num_bytes = self._save_stage(folder, stage, connections, form)
                 written += num_bytes
@@ -79,7 +80,7 @@ class Storage:
         ``dcp.save`` wrote the folder."""
         foreign = self._all("form", lambda: dcp_state.is_folder(target) and not (target / _JOB).exists())
         words = self._foreign(target) if foreign else self._all("read", lambda: _read(target))
-        connections = Connections(stop=self.stop)
+        connections = Connections(stop=self.stop, kind=self.transport)
         for stage in self.stages:
             source = source_of(stage.name, words["stages"])
             if source is None:

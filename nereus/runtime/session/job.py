@@ -92,6 +92,7 @@ class Job:
         peers: int,
         spawn: Spawn | None,
         address: str,
+        transport: str,
         on_phase: OnPhase,
     ) -> None:
         number = Record(store, name, 0).count("members")
@@ -115,6 +116,7 @@ class Job:
         self._lead = Lead(self.record, self._losses, deadline_s=deadline_s, spawn=spawn)
         self._journal = Journal(journal)
         self._deadline_s, self._address, self._on_phase = deadline_s, address, on_phase
+        self._transport = transport
         self._keep = snapshots
         self._built: Built | None = None
         self._changing: Change | None = None
@@ -251,10 +253,17 @@ class Job:
             self._snapshots[:] = [copied(self._kept(), dict(self.loop), self.version)]
 
     def _syncs_of(self, epoch: int) -> Syncs:
-        return Syncs(self.record, epoch=epoch, deadline_s=self._deadline_s, stop=self.loss)
+        return Syncs(self.record, epoch=epoch, deadline_s=self._deadline_s, stop=self.loss, transport=self._transport)
 
     def _peers_of(self, epoch: int) -> Peers:
-        return Peers(self.record, epoch=epoch, every=self._copies, deadline_s=self._deadline_s, stop=self.loss)
+        return Peers(
+            self.record,
+            epoch=epoch,
+            every=self._copies,
+            deadline_s=self._deadline_s,
+            stop=self.loss,
+            transport=self._transport,
+        )
 
     def _storage(self) -> Storage:
         self._check_serves()
@@ -268,6 +277,7 @@ class Job:
             adapters=self._kept(),
             deadline_s=self._deadline_s,
             stop=self.loss,
+            transport=self._transport,
         )
 
     # -- start, boundaries, changes ------------------------------------------------------------------------------------
@@ -418,6 +428,7 @@ class Job:
             quiesce=self._quiesce,
             deadline_s=self._deadline_s,
             address=self._address,
+            transport=self._transport,
             on_phase=self._on_phase,
         )
         self._changing = change

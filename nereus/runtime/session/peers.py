@@ -75,6 +75,7 @@ class Peers:
         every: int,
         deadline_s: float,
         stop: Callable[[], Fault | None],
+        transport: str,
     ) -> None:
         self._record, self._epoch, self._every = record, epoch, every
         self._deadline_s, self._stop = deadline_s, stop
@@ -86,7 +87,7 @@ class Peers:
         self._buffers: list[dict[str, Binding]] = []
         self._prepared: dict[tuple[int, str], Prepared] = {}
         self._turn = 0
-        self._connections = Connections(stop=stop)
+        self._connections = Connections(stop=stop, kind=transport)
 
     def due(self, version: int) -> bool:
         return self._every > 0 and (not self._turn or version % self._every == 0)

@@ -54,8 +54,17 @@ class Sync:
 class Syncs:
     """``epoch``: the current one; ``stop``: why not to wait for others any longer."""
 
-    def __init__(self, record: Record, *, epoch: int, deadline_s: float, stop: Callable[[], Fault | None]) -> None:
+    def __init__(
+        self,
+        record: Record,
+        *,
+        epoch: int,
+        deadline_s: float,
+        stop: Callable[[], Fault | None],
+        transport: str,
+    ) -> None:
         self._record, self._epoch, self._deadline_s, self._stop = record, epoch, deadline_s, stop
+        self._transport = transport
         self._prepared: dict[Sync, Prepared] = {}
         self._connections: dict[tuple[int, ...], Connections] = {}  # by who takes part
         self._counts: dict[Sync, int] = {}
@@ -105,7 +114,8 @@ class Syncs:
                 )
             connections = self._connections.get(tuple(numbers))
             if connections is None:
-                connections = self._connections[tuple(numbers)] = Connections(stop=self._stop)
+                connections = Connections(stop=self._stop, kind=self._transport)
+                self._connections[tuple(numbers)] = connections
             return prepared.run(self._record.store, name, self._deadline_s, connections).received_bytes
         except MoveError as error:
             raise Fault(WRONG_STATE, f"{sync.source} to {sync.target}: {error}", where=self._record.where) from None

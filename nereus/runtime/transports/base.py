@@ -36,9 +36,10 @@ class Parcel:
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A message that is made while it is sent. ``pieces`` gives them in order of ``part``, and is asked for the next
+    """Message ``tag``, made while it is sent. ``pieces`` gives them in order of ``part``, and is asked for the next
     when there is room for it."""
 
+    tag: int
     src: Device
     dst: Device
     pieces: Iterator[Parcel]

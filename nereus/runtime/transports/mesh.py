@@ -28,7 +28,7 @@ def connected(
 ) -> dict[int, socket.socket]:
     """The connections, by process. ``stop``: asked meanwhile; what it returns is raised. Raises Fault at the deadline,
     OSError where the address is none of this machine's."""
-    wait = _Wait(process, deadline_s, stop)
+    wait = Wait(process, deadline_s, stop)
     with ExitStack() as undo:
         listener = socket.create_server((address, 0), backlog=num_processes)
         word = secrets.token_bytes(16)
@@ -51,7 +51,7 @@ def connected(
     return found
 
 
-class _Wait:
+class Wait:
     """Until a deadline, in slices."""
 
     def __init__(self, process: int, deadline_s: float, stop: Callable[[], Fault | None]) -> None:

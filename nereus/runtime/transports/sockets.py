@@ -33,6 +33,8 @@ import torch.distributed
 from nereus.ir.cluster import Device
 from nereus.runtime.faults import DEADLINE, PARTICIPANT_FAILED, PROGRAM_FAULT, Fault, first_line
 from nereus.runtime.staging import Staging
+from nereus.runtime.transports import agreement
+from nereus.runtime.transports.agreement import CLOSED_TEXT
 from nereus.runtime.transports.attach import Card, Rows, meet, read
 from nereus.runtime.transports.base import TURNS, Arrived, Outgoing, Parcel
 from nereus.runtime.transports.inprocess import hand_over
@@ -41,12 +43,6 @@ from nereus.runtime.transports.mesh import connected
 
 #: Untyped in part.
 dist: Any = torch.distributed
-
-_CLOSED_TEXT = "the connection was closed"
-#: A process that only noticed that another closed its connection waits this long for that one's own words.
-_HEARSAY_S = 1.0
-_ERROR, _DECISION, _COMMIT = "error", "decision", "commit"
-
 
 #: A wait looks at least so often whether it is to end.
 _SLICE_S = 0.1
@@ -243,7 +239,7 @@ class Sockets:
         try:
             read(self._reads[peer.number], remote, Rows.of(parcel.data))
         except OSError as error:
-            text = f"{_CLOSED_TEXT} while reading the memory of process {peer.number}: {error.strerror}"
+            text = f"{CLOSED_TEXT} while reading the memory of process {peer.number}: {error.strerror}"
             raise Fault(PARTICIPANT_FAILED, text, where=self.where) from None
         if frame.kind == LENT:
             link = next(link for other, link in self._links.values() if other is peer)
@@ -259,7 +255,7 @@ class Sockets:
                 raise Fault(self._ended.code, self._ended.text, where=self._ended.where)
             for peer, link in busy:
                 if link.ended:
-                    text = f"{_CLOSED_TEXT} while {_doing(peer)} process {peer.number}"
+                    text = f"{CLOSED_TEXT} while {_doing(peer)} process {peer.number}"
                     raise Fault(PARTICIPANT_FAILED, text, where=self.where)
             if not busy:
                 return
@@ -303,25 +299,10 @@ class Sockets:
         return tuple(said.get(number, text) for number in range(self.num_processes))
 
     def decide(self, deadline_s: float) -> None:
-        wish = _COMMIT
-        try:
-            self.gather("", deadline_s)  # whoever comes here has verified all that it received
-        except Fault as fault:
-            wish = fault.encode()
-        decision = self._first(_DECISION, wish)
-        if decision != _COMMIT:
-            raise Fault.decode(decision)
+        agreement.decide(self._store, lambda: self.gather("", deadline_s))
 
     def fail(self, error: Exception) -> Exception:
-        fault = Fault.of(error, self.where)
-        try:
-            if fault.text.startswith(_CLOSED_TEXT):  # whoever closed it is about to say why, if it still can
-                end = time.monotonic() + _HEARSAY_S
-                while time.monotonic() < end and not self._store.check([_ERROR]):
-                    time.sleep(0.01)
-            first = Fault.decode(self._first(_ERROR, fault.encode()))
-        except (RuntimeError, ValueError):  # the store went with the process that kept it
-            first = fault
+        first = agreement.first_failure(self._store, Fault.of(error, self.where))
         self.drop()
         return first
 
@@ -345,10 +326,6 @@ class Sockets:
         self._arrived = _unasked
         self.staging.clear()
         self._card.close()
-
-    def _first(self, key: str, value: str) -> str:
-        """What the first process to write ``key`` wrote."""
-        return bytes(self._store.compare_set(key, "", value)).decode()
 
 
 def _doing(peer: _Peer) -> str:
