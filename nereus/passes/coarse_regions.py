@@ -153,13 +153,11 @@ def lack(wanted: Sequence[Shares], held: Sequence[Shares], num_groups: int, weig
     else:
         ends = np.sort(ends, axis=1)
     begin, length = ends[:, :-1], ends[:, 1:] - ends[:, :-1]
-    want, have = _covered(new, begin, ends[:, 1:]), _covered(old, begin, ends[:, 1:])
-
-    def measure(cells: ByteArray) -> FloatArray:
-        found: FloatArray = np.einsum("ij,ij->i", elements_of(cells, weigh), length)
-        return found
-
-    return Lack(measure(want), measure(have), measure(want & ~have))
+    cells = np.empty((3, *begin.shape, num_bytes), dtype=np.uint8)
+    cells[0], cells[1] = _covered(new, begin, ends[:, 1:]), _covered(old, begin, ends[:, 1:])
+    np.bitwise_and(cells[0], ~cells[1], out=cells[2])
+    found: FloatArray = np.einsum("kij,ij->ki", elements_of(cells, weigh), length)
+    return Lack(found[0], found[1], found[2])
 
 
 def overlap(new: Shares, old: Shares, source: IntArray, weigh: FloatArray) -> FloatArray:
@@ -220,6 +218,9 @@ def _covered(packed: _Packed, begin: FloatArray, end: FloatArray) -> ByteArray:
     """``[groups, intervals, bytes]``: cells of all members that cover each interval."""
     num_groups, num_intervals = begin.shape
     found = np.zeros((num_groups, num_intervals, packed.cells.shape[2]), dtype=np.uint8)
+    if packed.lo.shape[1] == 1 == num_intervals:
+        one: ByteArray = packed.cells * ((packed.lo <= begin) & (packed.hi >= end))[:, :, None]
+        return one
     for member in range(packed.lo.shape[1]):
         covers = (packed.lo[:, member, None] <= begin) & (packed.hi[:, member, None] >= end)
         found |= packed.cells[:, member, None, :] * covers[:, :, None]

@@ -34,9 +34,18 @@ class Space:
     def devices(self, side: Side, where: Where) -> IntArray:
         """Device of every rank, -1 where it is lost."""
         known = self._devices.get(id(where))
-        if known is None:
-            known = self._devices[id(where)] = self._find(side, where)
-        return known
+        if known is not None:
+            return known
+        if side.node_names != self.names:
+            found = self._devices[id(where)] = self._find(side, where)
+            return found
+        # The same for all plans that this one is compared with on one cluster: ``first`` is the new plan's own array.
+        first, found = where.memo.get("devices", (None, None))
+        if first is not self.first:
+            found = self._find(side, where)
+            where.memo["devices"] = self.first, found
+        self._devices[id(where)] = found
+        return found
 
     def _find(self, side: Side, where: Where) -> IntArray:
         node = self.nodes(side, where)
