@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +31,7 @@ WRONG, NO_GPU, SLOW = 1, 2, 3
 REPEATS = 9
 #: Random tables are checked for so long, cases are timed until so long after the start.
 CHECK_S, TIME_UNTIL_S = 10.0, 120.0
+GROUPS_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +70,8 @@ def main() -> int:
     kernels = found(device)
     wrong = [text for kernel in kernels for text in check(kernel, device)]
     timings: list[Timing] = []
+    if device.type == "cuda":
+        wrong += groups()
     if not wrong:
         size = (args.size_mb or (1024 if device.type == "cuda" else 64)) << 20
         timings = list(measure(kernels, device, size, args.only, begin))
@@ -143,6 +148,19 @@ def check(kernel: dispatch.Kernel, device: torch.device) -> list[str]:
             return [text]
     print(f"check  {kernel.name:10} {number} random tables: right")
     return []
+
+
+def groups() -> list[str]:
+    """Transitions over NCCL's groups, a process for each GPU; it may hang where it is wrong."""
+    command = [sys.executable, "-W", "ignore", os.path.join(os.path.dirname(__file__), "group_check.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as started:
+        try:
+            said, _ = started.communicate(timeout=GROUPS_S)
+        except subprocess.TimeoutExpired:
+            started.kill()
+            return [f"groups nccl: not done within {GROUPS_S:g} s"]
+    print(said.strip())
+    return [f"groups nccl: {said.strip().splitlines()[-1]}"] if started.returncode else []
 
 
 def random_table(rng: np.random.Generator) -> tuple[r.Plan, torch.Tensor, int]:

@@ -3,9 +3,9 @@
 Processes hold a matrix cut by rows. In turns, between barriers, they: bring it one place round by compiled, verified
 moves (contiguous regions, in place) and by one large gloo message each; cut it by columns instead (strided) and
 exchange as many bytes as plain gloo messages; copy as many bytes by memcpy, all at the same time; and save and load it
-with torch.distributed.checkpoint in shared memory. Moves go over TCP, and by reads of each other's memory. All of it
-is compared by the seconds between barriers and by the processors' seconds that all processes used: on a shared machine
-the first mean little. Ratios are medians over turns.
+with torch.distributed.checkpoint in shared memory. Moves go over TCP, by reads of each other's memory, and over a group
+of torch.distributed's (gloo). All of it is compared by the seconds between barriers and by the processors' seconds that
+all processes used: on a shared machine the first mean little. Ratios are medians over turns.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ class Process:
         self.peaks: dict[str, tuple[int, int, int]] = {}
         self.shared = ""
 
-    def moved(self, name: str, cols: int, *, columns: bool, same_host: bool, rows: int = 0) -> Callable[[], None]:
+    def moved(
+        self, name: str, cols: int, *, columns: bool, same_host: bool, rows: int = 0, kind: str = "tcp"
+    ) -> Callable[[], None]:
         """Compiled once; each call executes and verifies it."""
         torch, procs = self.torch, self.setting.procs
         from nereus.ir.tensor import LogicalTensor
@@ -112,7 +114,7 @@ class Process:
             size=procs,
         )
         self.extra[f"{name}: compile"] = time.perf_counter() - begin
-        connections, calls = Connections(), iter(range(1 << 30))
+        connections, calls = Connections(kind=kind), iter(range(1 << 30))
 
         def work() -> None:
             os.environ["NEREUS_SAME_HOST"] = "1" if same_host else "0"
@@ -229,6 +231,9 @@ def process(rank: int, setting: Setting) -> None:
         ):
             works[f"{what}, {where}"] = at.moved(f"{what}, {where}", cols, columns=columns, same_host=same_host)
         works[f"tiny, {where}"] = at.moved(f"tiny, {where}", 64, columns=True, same_host=same_host, rows=4 * procs)
+    for what, columns in (("contiguous", False), ("long rows", True)):
+        name = f"{what}, torch's group"
+        works[name] = at.moved(name, LONG, columns=columns, same_host=False, kind="gloo")
     if setting.checkpoint:
         works["torch DCP"] = at.stored(LONG)
     turns = [{name: at.timed(work) for name, work in works.items()} for _ in range(setting.turns + 1)][1:]
@@ -254,6 +259,8 @@ GOALS = (
     ("contiguous, TCP", "gloo, one message", 0.85),
     ("long rows, TCP", "gloo, to each", 0.55),
     ("short rows, TCP", "gloo, to each", 0.55),
+    ("contiguous, torch's group", "gloo, one message", None),
+    ("long rows, torch's group", "gloo, to each", None),
     ("read, same host", "memcpy", 0.5),
     ("contiguous, same host", "memcpy", 0.5),
     ("long rows, same host", "memcpy of what crosses", None),

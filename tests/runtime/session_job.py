@@ -31,6 +31,7 @@ from nereus.runtime.session.attach import attach
 from nereus.runtime.session.job import COMMUNICATION, Aborted, Job
 from nereus.runtime.session.members import View
 from nereus.runtime.transports.base import Parcel
+from nereus.runtime.transports.groups import ProcessGroups
 from nereus.runtime.transports.sockets import Sockets
 
 ARCH = Arch(
@@ -158,6 +159,7 @@ def main(
     form: str = "safetensors",
     loop: dict[str, Any] | None = None,
     peers: int = 0,
+    transport: str = "tcp",
 ) -> None:
     """``changes``: after step s to plan number p. ``fault``: {"device", "phase" | "step" | "piece", "kind", "epoch"};
     "piece": when that many pieces of moves have arrived.
@@ -222,6 +224,7 @@ def main(
         deadline_s=deadline_s,
         snapshots=True,
         peers=peers,
+        transport=transport,
         spawn=spawn if spawns else None,
         journal=Path(folder, f"journal-{device}-{os.getpid()}"),
         on_phase=on_phase,
@@ -301,16 +304,21 @@ def main(
 
 def _tell_of_pieces(on_piece: Callable[[torch.Tensor], None]) -> None:
     """``on_piece`` is called with the memory of everything that arrives in a move, before it is looked at."""
-    genuine = Sockets.exchange
+    for kind in (Sockets, ProcessGroups):
+        _tell_of_pieces_of(kind, on_piece)
 
-    def exchange(self: Sockets, sends: Any, receives: Any, arrived: Any, deadline_s: float) -> None:
+
+def _tell_of_pieces_of(kind: Any, on_piece: Callable[[torch.Tensor], None]) -> None:
+    genuine = kind.exchange
+
+    def exchange(self: Any, sends: Any, receives: Any, arrived: Any, deadline_s: float) -> None:
         def told(parcel: Parcel, checksum: int) -> None:
             on_piece(parcel.data)
             arrived(parcel, checksum)
 
         genuine(self, sends, receives, told, deadline_s)
 
-    Sockets.exchange = exchange  # type: ignore[method-assign]
+    kind.exchange = exchange
 
 
 def _counted() -> list[str]:

@@ -109,10 +109,11 @@ def good(results: list[Any], name: str, count: int) -> None:
         assert result["wrong"] == [] and result["plan"] == name, result
 
 
-def test_changes_one_after_another(processes: LocalProcesses, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["tcp", "gloo"])
+def test_changes_one_after_another(processes: LocalProcesses, tmp_path: Path, transport: str) -> None:
     """TP, DP, PP and uneven PP; processes come into the plan, leave it and come back."""
     changes = {1: DP2, 3: PP2, 5: UNEVEN, 6: TP4, 8: ONE, 10: DP2}
-    results = run(processes, tmp_path, steps=13, changes=changes, expect=4)
+    results = run(processes, tmp_path, steps=13, changes=changes, expect=4, transport=transport)
     good(results, "tp2 dp2", 4)
     journals = [[e.event for e in read_journal(p)] for p in tmp_path.glob("journal-*")]
     assert max(events.count("committed") for events in journals) == 7 and not any("aborted" in e for e in journals)
@@ -160,6 +161,19 @@ def test_a_process_killed_in_a_change(processes: LocalProcesses, tmp_path: Path,
     words: dict[str, Any] = {"first": DP2, "steps": 4, "changes": {1: DP4}, "fallback": (WITHOUT_3, WITHOUT_0)}
     results = run(processes, tmp_path, expect=3, fault=fault, **words)
     good(results, PLANS[WITHOUT_3 if who == "n0.gpu3" else WITHOUT_0].path, 3)
+
+
+@pytest.mark.parametrize("kind", ["kill", "corrupt", "delay"])
+def test_a_fault_in_the_middle_of_a_move_over_torchs_own_groups(
+    processes: LocalProcesses, tmp_path: Path, kind: str
+) -> None:
+    """At the first piece that arrives; a deadline of minutes ends no wait here."""
+    fault = {"device": "n0.gpu3", "piece": 0, "kind": kind}
+    plan, count = {"kill": (WITHOUT_3, 3), "corrupt": (DP2, 4), "delay": (DP4, 4)}[kind]
+    words: dict[str, Any] = {"first": DP2, "steps": 4, "changes": {1: DP4}, "fallback": (WITHOUT_3,)}
+    results = run(processes, tmp_path, expect=count, fault=fault, transport="gloo", deadline_s=300.0, **words)
+    good(results, PLANS[plan].path, count)
+    assert (tmp_path / "struck-n0.gpu3").exists()
 
 
 def test_a_process_killed_in_a_step_is_replaced(processes: LocalProcesses, tmp_path: Path) -> None:

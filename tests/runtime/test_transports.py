@@ -7,6 +7,8 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -330,6 +332,15 @@ def test_all_groups_of_a_process_can_be_ended_from_another_thread(tmp_path: Path
     for group in groups:
         group.drop()
     assert open_communicators() == ()
+
+
+@pytest.mark.procs
+def test_the_check_for_machines_with_gpus_passes_over_gloo(repo_root: Path) -> None:
+    command = [sys.executable, "benchmarks/group_check.py", "--backend", "gloo", "--procs", "2"]
+    done = subprocess.run(command, check=False, cwd=repo_root, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "every byte right, nothing left behind" in done.stdout
+    assert "ended" in done.stdout
 
 
 def test_nccl_without_a_gpu_is_refused_by_name(tmp_path: Path) -> None:
