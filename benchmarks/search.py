@@ -25,7 +25,7 @@ import numpy as np
 from nereus.ir.cluster import Device
 from nereus.ir.plan import Plan, Stage
 from nereus.lang.api import resolve_text
-from nereus.models.memory import check_memory
+from nereus.models.memory import check_memory, steady_state
 from nereus.planner.calibration import Calibration, calibrate
 from nereus.planner.candidates import choices_of
 from nereus.planner.limits import Limits
@@ -34,7 +34,7 @@ from nereus.planner.search import LEAST_GAIN, search
 
 SIZES = (16, 64, 1024)
 #: Placements are tried one by one where there are about as few.
-_FEW = 16
+_FEW = 64
 
 
 def random_plan(rng: random.Random) -> Plan:
@@ -125,7 +125,10 @@ def brute_force(plan: Plan, calibration: Calibration, *, move: bool) -> float | 
         chosen = [of_owner[int(at)] for of_owner, at in zip(options, places, strict=True)]
         by_name = {stage.name: stage for option in chosen for stage in option.alone.stages}
         tried = replace(put, stages=tuple(by_name[stage.name] for stage in put.stages))
-        if not any(d.severity.value == "error" for d in check_memory(tried)):
+        report = steady_state(tried)
+        if not all(each.fits for each in (*report.worst_rows(), *report.hosts)):
+            continue  # check_memory would say so too, and look for remedies
+        if not any(d.severity.value == "error" for d in check_memory(tried, report)):
             return float(costs[row])
     return None
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from nereus.runtime.transports.base import TURNS, Outgoing, Parcel  # noqa: E402
 from nereus.runtime.transports.choice import Kept, between  # noqa: E402
 from nereus.runtime.transports.groups import opponents  # noqa: E402
 from nereus.runtime.transports.link import BYTES, DONE, Frame, Link  # noqa: E402
+from nereus.runtime.transports.mesh import connected  # noqa: E402
 from nereus.runtime.transports.sockets import Sockets, open_store  # noqa: E402
 
 LIMIT_S = 30.0
@@ -389,3 +392,24 @@ def test_frames_come_through_in_whatever_parts(frames: list[tuple[int, int]], mo
     finally:
         a.close()
         b.close()
+
+
+def test_processes_with_thousands_of_descriptors_meet(tmp_path: Path) -> None:
+    """``select`` knows 1,024 of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 4096:
+        pytest.skip("no more descriptors are allowed here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        store = open_store(str(tmp_path / "store"), 2)
+        with ThreadPoolExecutor(2) as threads:
+            meet = partial(connected, store, num_processes=2, address="127.0.0.1", deadline_s=30.0, stop=lambda: None)
+            first, second = threads.map(meet, range(2))
+        assert first.keys() == {1} and second.keys() == {0} and first[1].fileno() > 1024
+        for connection in (*first.values(), *second.values()):
+            connection.close()
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
