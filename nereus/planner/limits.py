@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from nereus.ir.plan import Stage
+from nereus.ir.plan import Plan, Stage
 
 #: Keys of a stage whose values can be limited.
 LIMITED = ("tp", "pp", "dp", "ep", "micro_batch", "zero", "recompute")
@@ -33,3 +33,20 @@ class Limits:
 
 
 NO_LIMITS = Limits()
+
+
+def broken(plan: Plan, stages: Iterable[Stage], limits: Limits) -> str | None:
+    """The limit, as an option, that ``stages`` of ``plan`` as they are do not keep to; None where they keep to all."""
+    for stage in stages:
+        for (name, key), allowed in limits.values.items():
+            if name == stage.name and str(getattr(stage, key)) not in allowed:
+                return f"--only {name}.{key}={','.join(sorted(allowed))}"
+        if not limits.move or stage.service is not None:
+            continue
+        least, most = limits.num_gpus.get(stage.name, (1, len(stage.devices)))
+        if not least <= len(stage.devices) <= most:
+            return f"--gpus {stage.name}={least}-{most}"
+        node = next((device.node for device in stage.devices if device.node in limits.free), None)
+        if node is not None:
+            return f"--free {node}"
+    return None

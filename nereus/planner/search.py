@@ -30,7 +30,7 @@ from nereus.models.memory.steady import COMMUNICATOR_BYTES, CONTEXT_BYTES
 from nereus.planner.calibration import Calibration
 from nereus.planner.candidates import Bytes, Candidates, candidates
 from nereus.planner.layouts import Layouts
-from nereus.planner.limits import NO_LIMITS, Limits
+from nereus.planner.limits import NO_LIMITS, Limits, broken
 from nereus.planner.placements import Placements, Runs, here
 from nereus.planner.rl_step import Order, order_of
 from nereus.planner.runs import Floats
@@ -104,15 +104,8 @@ def search(
 
 def _keeps_to(plan: Plan, limits: Limits) -> bool:
     """Whether the plan as it is keeps to ``limits``."""
-    for stage in plan.stages:
-        values = {key: allowed for (name, key), allowed in limits.values.items() if name == stage.name}
-        if any(str(getattr(stage, key)) not in allowed for key, allowed in values.items()):
-            return False
-        if not limits.move or stage.service is not None:
-            continue
-        least, most = limits.num_gpus.get(stage.name, (1, len(stage.devices)))
-        if not least <= len(stage.devices) <= most or any(device.node in limits.free for device in stage.devices):
-            return False
+    if broken(plan, plan.stages, limits) is not None:
+        return False
     used = {device for stage in plan.stages for device in stage.devices}
     return not limits.move or limits.most_gpus is None or len(used) <= limits.most_gpus
 

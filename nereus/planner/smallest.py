@@ -13,16 +13,18 @@ from nereus.planner.search import Found, search
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Smallest:
-    """``found``: the fastest plan on the first ``num_gpus`` of the cluster; on ``step_gpus`` less none fits."""
+    """``found``: the fastest plan on the first ``num_gpus`` of the cluster. ``too_few``: GPUs on which none fits; None
+    where no fewer could be asked for."""
 
     num_gpus: int
-    step_gpus: int
+    too_few: int | None
     found: Found
 
 
 def smallest(plan: Plan, calibration: Calibration, *, limits: Limits = NO_LIMITS) -> Smallest | None:
     """None where no plan fits on the whole cluster. GPUs are taken in the cluster's order, in the units that
-    placements are made of; what fits on some of them fits on more, which leaves them unused."""
+    placements are made of, and no fewer than the plan's pool always has; what fits on some of them fits on more, which
+    leaves them unused."""
     units = units_of(plan.cluster, limits)
     ends = [sum(len(unit) for unit in units[: number + 1]) for number in range(len(units))]
 
@@ -32,7 +34,9 @@ def smallest(plan: Plan, calibration: Calibration, *, limits: Limits = NO_LIMITS
 
     if not units:
         return None
-    low, high, found = -1, 0, on(0)
+    pool_gpus = 0 if plan.cluster.pool is None else plan.cluster.pool.min_gpus or 0
+    first = next((number for number, end in enumerate(ends) if end >= pool_gpus), len(units) - 1)
+    low, high, found = first - 1, first, on(first)
     while found is None:
         if high == len(units) - 1:
             return None
@@ -45,4 +49,4 @@ def smallest(plan: Plan, calibration: Calibration, *, limits: Limits = NO_LIMITS
             low = middle
         else:
             high, found = middle, tried
-    return Smallest(num_gpus=ends[high], step_gpus=len(units[high]), found=found)
+    return Smallest(num_gpus=ends[high], too_few=None if high == first else ends[high - 1], found=found)

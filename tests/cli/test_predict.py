@@ -133,9 +133,17 @@ def test_stages_move_within_limits(nereusc: Any, tmp_path: Path, repo_root: Path
         ("--move", "--free", "n7"),
         ("--only", "actor.train.cp=1"),
         ("--only", "actor.train=1"),
+        ("--only", "actor.train.tp=2,,4"),
+        ("--only", "actor.train.zero=4"),
+        ("--only", "actor.train.recompute=some"),
+        ("--pin", "actor.train", "--only", "actor.train.tp=3"),
+        ("--move", "--pin", "actor.train", "--free", "n0"),
+        ("--move", "--pin", "actor.train", "--gpus", "actor.train=3"),
     ):
         ran = nereusc("plan", str(plan), *wrong)
         assert ran.code == 64 and ("go with --move" in ran.stderr or wrong[-1].split("=")[0] in ran.stderr), wrong
+    ran = nereusc("plan", str(plan), "--only", "actor.train.tp=64")
+    assert ran.code == 3 and "no plan that keeps to these limits fits" in ran.stdout
 
 
 def test_no_input_is_written_over(nereusc: Any, measured: str, good_plan: str, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from planner.test_rl_step import COLOCATED, PRIOR, SPLIT, plan_of
 
+from nereus.cli.plan_limits import limits_of
 from nereus.ir.cluster import Pool
 from nereus.ir.plan import Plan
 from nereus.lang.api import load_plan
@@ -19,7 +21,7 @@ from nereus.models.memory import check_memory
 from nereus.planner.limits import Limits
 from nereus.planner.placements import Placements, units_of
 from nereus.planner.rl_step import step_time
-from nereus.planner.search import search
+from nereus.planner.search import Found, search
 from nereus.planner.smallest import smallest
 from nereus.planner.targets import targets
 
@@ -148,7 +150,7 @@ def test_the_smallest_pool(bench: Any) -> None:
     text = SMALL.replace("a100-sxm-40gb", "v100-sxm-32gb")
     plan = plan_of(text)
     found = smallest(plan, PRIOR)
-    assert found is not None and found.step_gpus == 1
+    assert found is not None and found.too_few == found.num_gpus - 1
     for num_gpus in range(1, 5):
         fewer = (
             text.replace("gpus = 4 x", f"gpus = {num_gpus} x")
@@ -184,11 +186,21 @@ def test_the_stop_of_moving_counts() -> None:
 
 def test_a_pool_keeps_gpus_free(tmp_path: Path) -> None:
     plan = plan_of(COLOCATED)
-    plan = replace(plan, cluster=replace(plan.cluster, pool=Pool(standby_gpus=8)))
-    from argparse import Namespace
-
-    from nereus.cli.plan_limits import limits_of
-
     args = Namespace(pin=[], only=[], gpus=[], free=[], move=True, smallest=False)
-    found = search(plan, PRIOR, count=1, limits=limits_of(plan, args)).best
+
+    def best(pool: Pool) -> tuple[Found, ...]:
+        pooled = replace(plan, cluster=replace(plan.cluster, pool=pool))
+        return search(pooled, PRIOR, count=1, limits=limits_of(pooled, args)).best
+
+    found = best(Pool(standby_gpus=8))
     assert {d.node for s in found[0].plan.stages for d in s.devices} == {"n0"}
+    assert not best(Pool(standby_gpus=24))  # more than there are: none is left, not some
+
+
+def test_the_smallest_pool_is_none_that_the_pool_never_is() -> None:
+    plan = plan_of(COLOCATED)
+    free = smallest(plan, PRIOR)
+    assert free is not None and free.num_gpus < 12
+    pooled = replace(plan, cluster=replace(plan.cluster, pool=Pool(min_gpus=12)))
+    found = smallest(pooled, PRIOR)
+    assert found is not None and found.num_gpus == 12 and found.too_few is None

@@ -119,10 +119,13 @@ def _variant(base: str, target: str, found: Found) -> str:
 def _fewest(plan: Plan, fewest: Smallest | None) -> str:
     if fewest is None:
         return "no number of this cluster's GPUs holds all stages"
-    return (
+    text = (
         f"the smallest pool that holds all stages: the first {fewest.num_gpus} of {len(plan.cluster.devices)} GPUs, "
-        f"{fewest.found.seconds:.1f} s a step; on {fewest.num_gpus - fewest.step_gpus} no plan fits"
+        f"{fewest.found.seconds:.1f} s a step"
     )
+    if fewest.too_few is not None:
+        return f"{text}; on {fewest.too_few} no plan fits"
+    return f"{text}; the plan's pool has no fewer" if plan.cluster.pool and plan.cluster.pool.min_gpus else text
 
 
 def _json(
@@ -169,7 +172,12 @@ def _print(args: argparse.Namespace, plan: Plan, found: Targets, reports: list[M
     if args.calibration is None:
         out.print("from data sheets and priors alone: --calibration names what nereusc fit learned")
     if not found.best:
-        out.print("no layout of these stages fits on their GPUs; nereusc check says what does not")
+        if args.only or args.pin or args.gpus or args.free:
+            out.print("no plan that keeps to these limits fits")
+        elif args.move:
+            out.print("no plan fits on the GPUs of this cluster that its pool leaves")
+        else:
+            out.print("no layout of these stages fits on their GPUs; nereusc check says what does not")
     for number, (target, report) in enumerate(zip(found.best, reports, strict=True), 1):
         each = target.found
         out.print()
