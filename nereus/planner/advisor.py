@@ -119,6 +119,7 @@ class Advisor:
         self._missed: list[tuple[_Keys, float]] = []  # (a plan, lengths at which it missed)
         self._prepared: dict[str, Contingency] = {}
         self._prepared_for: tuple[_Keys, float] | None = None
+        self.refuse(response_len=self._reference, pool=pool)
 
     def observe(
         self,
@@ -133,11 +134,8 @@ class Advisor:
         """At a boundary after ``step``: mean response length of the last batch, seconds of the last step. ``plan``:
         what the job serves now; without it, what was advised last, which a change that was given up is not. ``pool``:
         nodes that are there from now on; None: as before. ``notice_s``: seconds until those leave that are not among
-        them; None: they are gone."""
-        if not 0 < response_len < _LONGEST or (step_s is not None and not 0 < step_s < math.inf):
-            raise ValueError(f"response_len {response_len} and step_s {step_s} must be positive and finite")
-        if notice_s is not None and not notice_s >= 0:
-            raise ValueError(f"notice_s {notice_s} must not be negative")
+        them; None: they are gone. Raises ValueError for what cannot be (``refuse``); nothing has changed then."""
+        self.refuse(response_len=response_len, step_s=step_s, pool=pool, notice_s=notice_s)
         if plan is not None and _keys(plan) != _keys(self.plan):
             self._run(plan)
         if step_s is not None:
@@ -155,9 +153,28 @@ class Advisor:
         self._trial = trial
         return decision
 
+    def refuse(
+        self,
+        *,
+        response_len: float,
+        step_s: float | None = None,
+        pool: Collection[str] | None = None,
+        notice_s: float | None = None,
+    ) -> None:
+        """Raises ValueError for what nobody can have observed."""
+        if not 0 < response_len < _LONGEST or (step_s is not None and not 0 < step_s < math.inf):
+            raise ValueError(f"response_len {response_len} and step_s {step_s} must be positive and finite")
+        if notice_s is not None and not notice_s >= 0:
+            raise ValueError(f"notice_s {notice_s} must not be negative")
+        if isinstance(pool, str):
+            raise ValueError(f"pool '{pool}' must be a collection of names of nodes")
+        if unknown := set(pool or ()) - {node.name for node in self._home.cluster.nodes}:
+            raise ValueError(f"pool: the cluster of the job's first plan has no node {', '.join(sorted(unknown))}")
+
     def prepare(self, response_len: float) -> tuple[Contingency, ...]:
         """Where to go when a node fails, for each that the plan uses; a loss at about these lengths then needs no
         search."""
+        self.refuse(response_len=response_len)
         now = _at_length(self.plan, response_len)
         found = contingencies(now, self.calibration, home=self._home, pool=self._pool)
         self._prepared = {each.node: each for each in found}
@@ -306,6 +323,10 @@ class Advisor:
         best = [target for target in best or look.best if _keys(target.found.plan) != _keys(self.plan)]
         if not best:
             reason = "no layout fits at these lengths: fewer samples, recomputation or a checkpoint remain"
+            if leaving:
+                reason = (
+                    f"no layout fits on {', '.join(sorted(self._pool)) or 'no node'}: more nodes or a checkpoint remain"
+                )
             return self._stay(now, trigger, reason)
         if not leaving:
             return self._go(now, trigger, "the plan would not fit", look, best[0])

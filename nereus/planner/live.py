@@ -43,6 +43,8 @@ class Live:
     ) -> Decision:
         """As ``Advisor.observe``, whose further words ``more`` are; ``stage_s`` and ``peak_bytes`` as
         ``Online.observe``."""
+        # Before anything is learned of what the advisor would refuse.
+        self.advisor.refuse(response_len=response_len, step_s=step_s, **more)
         served = plan if plan is not None else self.advisor.plan
         workload = replace(served.workload, response_len=max(1, math.ceil(response_len)))
         self.online.observe(

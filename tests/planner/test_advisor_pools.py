@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import pytest
 from planner.test_advisor import text
 from planner.test_rl_step import PRIOR, plan_of
 
 from nereus.planner.advisor import CHECKPOINT, GO, Advisor
+from nereus.planner.live import Live
+from nereus.planner.online import Online
 from nereus.planner.pools import nodes_of
 
 NODES = ("n0", "n1", "n2", "n3")
@@ -31,3 +37,37 @@ def test_what_was_made_ready_is_used_when_the_node_fails() -> None:
     assert decision.action == GO and "ready" in decision.reason
     assert decision.plan is not None and ready["n1"].plan is not None
     assert decision.plan.stages == ready["n1"].plan.stages and decision.plan.cluster.lost == ("n1",)
+
+
+def test_where_no_node_is_left_nothing_is_advised() -> None:
+    decision = watched().observe(step=1, response_len=1100, step_s=40.0, pool=[])
+    assert decision.trigger == "lost" and decision.plan is None and "no layout fits on no node" in decision.reason
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"response_len": math.nan},
+        {"response_len": math.inf},
+        {"response_len": 0.0},
+        {"step_s": math.nan},
+        {"step_s": -1.0},
+        {"notice_s": math.nan},
+        {"pool": "n0"},
+        {"pool": ["n0", "m9"]},
+    ],
+)
+def test_what_cannot_be_is_refused_and_changes_nothing(wrong: dict[str, Any]) -> None:
+    live = Live(watched(), Online(PRIOR))
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        live.observe(**{"step": 1, "response_len": 1100.0, "step_s": 40.0, **wrong})
+    assert not live.log and len(live.advisor.log) == 1 and live.online.between_s() == 0.0
+    assert live.observe(step=1, response_len=1100.0, step_s=40.0, pool=NODES).action != CHECKPOINT
+
+
+def test_a_plan_for_failures_wants_a_length_that_can_be() -> None:
+    for length in (0.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="response_len"):
+            watched().prepare(length)
+    with pytest.raises(ValueError, match="m9"):
+        Advisor(plan_of(text()), PRIOR, pool=["m9"])
