@@ -61,7 +61,7 @@ def keep_inputs(output: str, inputs: Sequence[str]) -> None:
     """CommandError where writing ``output`` would replace a file that the command reads."""
     for path in inputs:
         if path != STDIN and os.path.realpath(path) == os.path.realpath(output):
-            raise CommandError(f"{output} is read by this command; -o needs another file")
+            raise CommandError(f"{output} is read by this command: write to another file")
 
 
 def display_name(path: str) -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from nereus.ir.diagnostic import DiagnosticError
 from nereus.replay.space import Space
@@ -115,9 +115,17 @@ def _num_nodes(space: Space, trace: Trace) -> list[int]:
     for step, row in enumerate(trace.rows):
         if row.gpus is not None:
             now, odd = divmod(row.gpus, max(gpus))
-            if len(gpus) > 1 or odd or not 1 <= now <= len(space.nodes):
+            if len(gpus) > 1:
+                why = f"step {step} has {row.gpus} GPUs; which ones is not known where nodes have {_listed(gpus)}"
+                raise DiagnosticError([no_trace(trace.name, why)])
+            if odd or not 1 <= now <= len(space.nodes):
                 least, most = max(gpus), max(gpus) * len(space.nodes)
                 why = f"step {step} has {row.gpus} GPUs; the plan's cluster has {least} to {most} in equal nodes"
                 raise DiagnosticError([no_trace(trace.name, why)])
         found.append(now)
     return found
+
+
+def _listed(gpus: Collection[int]) -> str:
+    *most, last = map(str, sorted(gpus))
+    return f"{', '.join(most)} or {last} of them"

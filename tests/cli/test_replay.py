@@ -45,3 +45,6 @@ def test_bad_input_is_told(nereusc, job: Path, tmp_path: Path) -> None:
     assert ran.code == 1 and "NRS7005" in ran.stderr
     assert "NRS7005" in nereusc("replay", str(job), str(tmp_path / "job.plan")).stderr
     assert nereusc("replay", str(job), "--steps", "3", "--write-trace", str(job)).code == 1
+    job.write_text(COLOCATED.replace("cluster {", 'cluster { node m0 { gpus = 2 x "a100-sxm-80gb" }', 1))
+    ran = nereusc("replay", str(job), "--steps", "3", "--pool", "spot")
+    assert ran.code == 1 and "which ones is" in ran.stderr

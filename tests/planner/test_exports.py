@@ -84,6 +84,8 @@ def test_openrlhf_in_tensorboard_and_on_the_console() -> None:
     events, printed = read("events.out.tfevents.1790000000.host.1.0"), read("openrlhf_console.log")
     assert events.framework == printed.framework == "OpenRLHF"
     assert read_export(str(DATA)) == events, "a folder of event files"
+    with pytest.raises(FileNotFoundError):
+        read("events.out.tfevents.0.absent")
     assert [step.number for step in events.steps] == [1, 2, 3]
     for export in (events, printed):
         first = export.steps[0]

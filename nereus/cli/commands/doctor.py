@@ -154,8 +154,10 @@ def _gpus() -> Check:
         detail = "; ".join(f"{n} x {name}" for name, n in names.items())
         return Check(name="GPUs", state=WORKS, detail=detail, enables=enables)
     detail = "; ".join(map(str, missing)) or "the drivers show none"
+    if version is not None:
+        detail = f"nvidia-ml-py {version}; {detail}"
     extra = next((why.extra for why in missing if why.extra), None)
-    return Check(name="GPUs", state=MISSING, version=version, detail=detail, enables=enables, extra=extra)
+    return Check(name="GPUs", state=MISSING, detail=detail, enables=enables, extra=extra)
 
 
 def _frameworks() -> list[Check]:

@@ -22,7 +22,7 @@ _FLOAT, _DOUBLE = 1, 2
 
 def event_files(path: Path) -> list[Path]:
     """``path`` itself, or all below it, oldest first (their names have the time)."""
-    return [path] if path.is_file() else sorted(path.rglob("*tfevents*"))
+    return sorted(path.rglob("*tfevents*")) if path.is_dir() else [path]
 
 
 def read_events(data: bytes) -> Steps:
