@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -256,9 +257,91 @@ def test_a_stranger_that_connects_is_not_taken_for_a_process(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("over_tcp")
+def test_strangers_that_say_little_hold_up_nobody(tmp_path: Path) -> None:
+    """A hundred that connect and are silent, and one that says a byte now and then."""
+    import torch.distributed as dist
+
+    words: dict[str, Any] = {"name": "t", "num_processes": 2, "process_of": {}, "deadline_s": LIMIT_S}
+
+    def made(process: int) -> Sockets:
+        return Sockets(store=open_store(str(tmp_path / "store"), 2), process=process, **words)
+
+    seen: Any = dist.PrefixStore("t", open_store(str(tmp_path / "store"), 2))
+    enough = threading.Event()
+    with ThreadPoolExecutor(3) as pool, ExitStack() as strangers:
+        first = pool.submit(made, 0)
+        while not seen.check(["mesh/0"]):
+            time.sleep(0.01)
+        host, port, _ = seen.get("mesh/0").decode().split()
+        lot = [strangers.enter_context(socket.create_connection((host, int(port)))) for _ in range(100)]
+
+        def trickle() -> None:
+            with suppress(OSError):
+                while not enough.wait(0.2):
+                    lot[0].sendall(b"?")
+
+        trickling, begin = pool.submit(trickle), time.monotonic()
+        second = made(1)
+        first.result(LIMIT_S)
+        assert time.monotonic() - begin < LIMIT_S / 3  # one after another they would have a second each
+        enough.set()
+        trickling.result(LIMIT_S)
+        second.drop()
+        first.result().drop()
+
+
+@pytest.mark.usefixtures("over_tcp")
+def test_one_that_trickles_its_word_does_not_outlast_the_deadline(tmp_path: Path) -> None:
+    import torch.distributed as dist
+
+    store = open_store(str(tmp_path / "store"), 2)
+    seen: Any = dist.PrefixStore("t", open_store(str(tmp_path / "store"), 2))
+
+    def trickle() -> None:
+        while not seen.check(["mesh/0"]):
+            time.sleep(0.01)
+        host, port, _ = seen.get("mesh/0").decode().split()
+        with suppress(OSError), socket.create_connection((host, int(port))) as stranger:
+            for _ in range(19):
+                stranger.sendall(b"?")
+                time.sleep(0.7)
+
+    with ThreadPoolExecutor(1) as pool:
+        trickling, begin = pool.submit(trickle), time.monotonic()
+        with pytest.raises(Fault, match="process 1 was not found within 2 s"):
+            Sockets(store=store, name="t", process=0, num_processes=2, process_of={}, deadline_s=2)
+        assert time.monotonic() - begin < 7
+        trickling.result(LIMIT_S)
+
+
+@pytest.mark.usefixtures("over_tcp")
+@pytest.mark.parametrize("kind", ["tcp", "gloo"])
+@pytest.mark.parametrize("decision", ["commit", Fault("NRS6005", "too late", where="process 1").encode()])
+def test_words_that_come_late_are_not_those_of_the_next_transition(tmp_path: Path, kind: str, decision: str) -> None:
+    """One process gives up waiting for the others' words, but the decision was made: it is kept, the connections are
+    not."""
+    import torch.distributed as dist
+
+    ring = Ring(tmp_path, 2, kind, keep=True)
+    store: Any = dist.PrefixStore("t", open_store(str(tmp_path / "store"), 2))
+    store.compare_set("decision", "", decision)
+    hasty, process_of = ring.transports[0], {device(n): n for n in range(2)}
+    try:
+        if decision == "commit":
+            hasty.decide(0.001)
+        else:
+            with pytest.raises(Fault, match="too late"):
+                hasty.decide(0.001)
+        assert not hasty.again("next", process_of)
+    finally:
+        ring.close()
+
+
+@pytest.mark.usefixtures("over_tcp")
 @pytest.mark.parametrize("kind", ["tcp", "gloo"])
 def test_twenty_transitions_leave_nothing_behind(tmp_path: Path, kind: str) -> None:
-    """No descriptor, thread, group or memory, whether they end well, by an abort, or by one that was never joined."""
+    """No descriptor, thread, group or tensor, whether they end well, by an abort, or by one that was never joined. (Nor
+    resident memory: test_peer_lost.py, where no arenas of the allocator for threads that came and went hide it.)"""
     import torch.distributed as dist
 
     def left() -> tuple[int, ...]:

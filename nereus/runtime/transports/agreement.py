@@ -15,17 +15,19 @@ _HEARSAY_S = 1.0
 _ERROR, _DECISION, _COMMIT = "error", "decision", "commit"
 
 
-def decide(store: Any, barrier: Callable[[], object]) -> None:
+def decide(store: Any, barrier: Callable[[], object], where: str) -> bool:
     """Commit, or raise the ``Fault`` for which all abort. ``barrier``: whoever passes it knows that all have come here,
-    and so have verified all that they received."""
+    and so have verified all that they received. Whether this process passed it: one that did not commits all the same
+    where another was first, but words of this transition may still be on their way to it."""
     wish = _COMMIT
     try:
         barrier()
-    except Fault as fault:
-        wish = fault.encode()
+    except Exception as error:  # the others may have passed: whatever it is, the decision is the store's
+        wish = Fault.of(error, where).encode()
     decision = _first(store, _DECISION, wish)
     if decision != _COMMIT:
         raise Fault.decode(decision)
+    return wish == _COMMIT
 
 
 def first_failure(store: Any, fault: Fault) -> Fault:

@@ -98,6 +98,8 @@ class ProcessGroups:
         # Its own connection: a look into the store must not queue behind a wait of the thread that it is to end.
         self._whole_words = store.clone() if hasattr(store, "clone") else store
         self._ended: Fault | None = None
+        #: Nothing of an earlier transition is under way.
+        self._whole = True
         self._group: Communicator | None = None
         self._name(name)
         #: Held while ``_waiting`` changes: what is asked in a wait is not asked outside it.
@@ -137,7 +139,7 @@ class ProcessGroups:
 
     def again(self, name: str, process_of: Mapping[Device, int]) -> bool:
         """Ready for another transition among the same processes; False where the last one broke it."""
-        if self._ended is not None:
+        if self._ended is not None or not self._whole:
             return False
         self._name(name)
         self._process_of = process_of
@@ -287,7 +289,8 @@ class ProcessGroups:
         return tuple(bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows)
 
     def decide(self, deadline_s: float) -> None:
-        agreement.decide(self._store, lambda: self.gather("", deadline_s))
+        self._whole = False
+        self._whole = agreement.decide(self._store, lambda: self.gather("", deadline_s), self.where)
 
     def fail(self, error: Exception) -> Exception:
         first = agreement.first_failure(self._store, Fault.of(error, self.where))

@@ -6,13 +6,15 @@ number connects, and says the word and its number. A port that something else fi
 
 from __future__ import annotations
 
+import errno
+import os
 import secrets
-import select
+import selectors
 import socket
 import struct
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +23,9 @@ from nereus.runtime.faults import DEADLINE, Fault
 _HELLO = struct.Struct("<16sI")
 #: Longest wait before ``stop`` is asked again.
 _SLICE_S = 0.05
+#: Who has not said its word: so long it is listened to, and so many at one time.
+_UNKNOWN_S, _MOST_UNKNOWN = 1.0, 64
+_PAUSE_S = 0.01
 
 
 def connected(
@@ -30,21 +35,24 @@ def connected(
     OSError where the address is none of this machine's."""
     wait = Wait(process, deadline_s, stop)
     with ExitStack() as undo:
-        listener = socket.create_server((address, 0), backlog=num_processes)
+        listener = socket.create_server((address, 0), backlog=num_processes + _MOST_UNKNOWN)
         word = secrets.token_bytes(16)
         with closing(listener):
             store.set(f"mesh/{process}", f"{address} {listener.getsockname()[1]} {word.hex()}")
             found = {}
             for other in range(process):
                 host, port, theirs = wait.told(store, f"mesh/{other}", other).split()
-                found[other] = undo.enter_context(socket.create_connection((host, int(port)), wait.left_s(other)))
-                found[other].sendall(_HELLO.pack(bytes.fromhex(theirs), process))
-            while len(found) < num_processes - 1:
-                missing = next(n for n in range(process + 1, num_processes) if n not in found)
-                connection = undo.enter_context(wait.accepted(listener, missing))
-                said = wait.greeting(connection, missing)
-                if said is not None and said[0] == word and process < said[1] < num_processes:
-                    found[said[1]] = connection
+                found[other] = undo.enter_context(wait.connection(host, int(port), other))
+                found[other].sendall(_HELLO.pack(bytes.fromhex(theirs), process))  # fits what a new connection takes
+            with _Callers(listener) as callers:
+                while len(found) < num_processes - 1:
+                    missing = next(n for n in range(process + 1, num_processes) if n not in found)
+                    for connection, said, number in callers.heard(min(_SLICE_S, wait.left_s(missing))):
+                        undo.enter_context(connection)
+                        if said == word and process < number < num_processes:
+                            found[number] = connection
+                        else:
+                            connection.close()
         for connection in found.values():
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         undo.pop_all()
@@ -77,24 +85,75 @@ class Wait:
                 continue
         return bytes(store.get(key)).decode()
 
-    def accepted(self, listener: socket.socket, other: int) -> socket.socket:
-        ready = select.poll()  # select() ends at descriptor 1,023, and jobs have more
-        ready.register(listener, select.POLLIN)
-        while not ready.poll(1e3 * min(_SLICE_S, self.left_s(other))):
-            pass
-        return listener.accept()[0]
+    def connection(self, host: str, port: int, other: int) -> socket.socket:
+        (family, kind, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        with ExitStack() as undo, selectors.DefaultSelector() as selector:
+            connection = undo.enter_context(socket.socket(family, kind))
+            connection.setblocking(False)
+            if (number := connection.connect_ex(address)) not in (0, errno.EINPROGRESS):
+                raise OSError(number, os.strerror(number))
+            selector.register(connection, selectors.EVENT_WRITE)
+            while not selector.select(min(_SLICE_S, self.left_s(other))):
+                pass
+            if number := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                raise OSError(number, os.strerror(number))
+            undo.pop_all()
+        return connection
 
-    def greeting(self, connection: socket.socket, other: int) -> tuple[bytes, int] | None:
-        """None from something that is not one of us."""
-        connection.settimeout(min(1.0, self.left_s(other)))
-        raw = b""
-        try:
-            while len(raw) < _HELLO.size:
-                more = connection.recv(_HELLO.size - len(raw))
-                if not more:
-                    return None
-                raw += more
-        except OSError:
-            return None
-        word, number = _HELLO.unpack(raw)
-        return word, number
+
+class _Callers(AbstractContextManager["_Callers"]):
+    """All who connect are listened to at once: one that says nothing, or a byte now and then, holds up nobody."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._said: dict[socket.socket, tuple[float, bytes]] = {}  # since when, and what
+        self._selector = selectors.DefaultSelector()
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def heard(self, wait_s: float) -> list[tuple[socket.socket, bytes, int]]:
+        """Who has said a word and a number within ``wait_s``; it is the caller's from here on."""
+        found = []
+        for key, _ in self._selector.select(wait_s):
+            if key.fileobj is self._listener:
+                self._accept()
+                continue
+            connection: Any = key.fileobj
+            since, said = self._said[connection]
+            try:
+                more = connection.recv(_HELLO.size - len(said))
+            except BlockingIOError:
+                continue
+            except OSError:
+                more = b""
+            said += more
+            self._said[connection] = since, said
+            if len(said) == _HELLO.size:
+                self._forget(connection)
+                found.append((connection, *_HELLO.unpack(said)))
+            elif not more:
+                self._forget(connection).close()
+        for connection, (since, _) in list(self._said.items()):
+            if time.monotonic() > since + _UNKNOWN_S:
+                self._forget(connection).close()
+        return found
+
+    def _accept(self) -> None:
+        if len(self._said) >= _MOST_UNKNOWN:
+            time.sleep(_PAUSE_S)  # the listener stays ready
+            return
+        with suppress(OSError):  # gone meanwhile
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            self._said[connection] = time.monotonic(), b""
+            self._selector.register(connection, selectors.EVENT_READ)
+
+    def _forget(self, connection: socket.socket) -> socket.socket:
+        self._selector.unregister(connection)
+        del self._said[connection]
+        return connection
+
+    def __exit__(self, *_: object) -> None:
+        for connection in list(self._said):
+            self._forget(connection).close()
+        self._selector.close()

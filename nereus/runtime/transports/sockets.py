@@ -92,6 +92,8 @@ class Sockets:
         self._keep, self._whole_store, self._process_of = keep, store, process_of
         self._store = dist.PrefixStore(name, store)
         self._ended: Fault | None = None
+        #: Nothing of an earlier transition is under way.
+        self._whole = True
         self._stop = stop
         self._arrived: Arrived = _unasked
         self.notes: tuple[str, ...] = ()
@@ -125,7 +127,7 @@ class Sockets:
 
     def again(self, name: str, process_of: Mapping[Device, int]) -> bool:
         """Ready for another transition among the same processes; False where the last one broke it."""
-        if self._ended is not None:
+        if self._ended is not None or not self._whole:
             return False
         self._store, self._process_of = dist.PrefixStore(name, self._whole_store), process_of
         return True
@@ -299,7 +301,8 @@ class Sockets:
         return tuple(said.get(number, text) for number in range(self.num_processes))
 
     def decide(self, deadline_s: float) -> None:
-        agreement.decide(self._store, lambda: self.gather("", deadline_s))
+        self._whole = False
+        self._whole = agreement.decide(self._store, lambda: self.gather("", deadline_s), self.where)
 
     def fail(self, error: Exception) -> Exception:
         first = agreement.first_failure(self._store, Fault.of(error, self.where))
