@@ -127,6 +127,19 @@ def test_a_machine_is_lost(tmp_path: Path) -> None:
     good([r for r in left(tmp_path) if "wrong" in r], "one", 1)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("RANK", "2"), ("RANK", "-1"), ("MASTER_PORT", "70000"), ("LOCAL_RANK", "x")]
+)
+def test_an_environment_that_does_not_fit_together(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    half = {"RANK": "1", "WORLD_SIZE": "2", "GROUP_RANK": "0", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}
+    for key, said in {**half, "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", name: value}.items():
+        monkeypatch.setenv(key, said)
+    with pytest.raises(Fault) as caught:
+        Place.of_environment()
+    assert caught.value.code == CANNOT_START
+    assert value in str(caught.value)
+
+
 def test_a_process_that_torchrun_did_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "GROUP_RANK"):
         monkeypatch.delenv(name, raising=False)

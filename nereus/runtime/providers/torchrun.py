@@ -50,7 +50,7 @@ class Place:
     def of_environment(cls) -> Place:
         """Raises Fault (CANNOT_START) in a process that torchrun did not start."""
         try:
-            return cls(
+            place = cls(
                 rank=int(os.environ["RANK"]),
                 size=int(os.environ["WORLD_SIZE"]),
                 node=int(os.environ["GROUP_RANK"]),
@@ -61,6 +61,9 @@ class Place:
             )
         except (KeyError, ValueError) as error:
             raise Fault(CANNOT_START, f"this process was not started by torchrun: no {first_line(error)}") from None
+        if not (0 <= place.rank < place.size and place.node >= 0 and place.local >= 0 and 0 < place.port < 1 << 16):
+            raise Fault(CANNOT_START, f"torchrun's environment does not fit together: {place}")
+        return place
 
     def device(self, cluster: Cluster | None) -> Device:
         """Machines are the plan's nodes in torchrun's order. Raises Fault where the plan has no such device."""
