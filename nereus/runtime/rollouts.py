@@ -112,14 +112,19 @@ class Rollouts:
         self._waiting.append(rollout)
 
     def step(self) -> list[Rollout]:
-        """Those that ended. Raises RuntimeError after an update that failed, until one succeeds."""
+        """Those that ended. Raises RuntimeError after an update that failed, until one succeeds; whatever the engine
+        says of a rollout that it does not take, which is then none of these any more."""
         if self._broken:
             raise RuntimeError("the last update of this engine's weights failed: it must not serve before another one")
         while self._waiting and len(self._running) < self.slots:
             rollout = self._waiting.popleft()
-            self._running[rollout.name] = rollout
             so_far = (*rollout.prompt, *rollout.tokens)
-            self.engine.add(rollout.name, so_far, rollout.limit - len(rollout.tokens))
+            try:
+                self.engine.add(rollout.name, so_far, rollout.limit - len(rollout.tokens))
+            except BaseException:
+                self._names.discard(rollout.name)
+                raise
+            self._running[rollout.name] = rollout
         self._advance()
         return self.ended()
 
