@@ -246,6 +246,7 @@ class Job:
         """After ``start``, in all processes of the plan, whatever plan the checkpoint was written in: the objects'
         state and ``loop``. A folder that torch.distributed.checkpoint wrote of the trained model is read too, and
         leaves ``loop`` as it is. All must see ``path``. Raises Fault; the objects are then not to be used."""
+        self._peers.forget()  # a part of the state before must not be brought together with the others' from here on
         loop = self._storage().load(Path(path))
         self.loop = self.loop if loop is None else loop
         self._touched = False

@@ -86,15 +86,19 @@ class Peers:
         self._wards: dict[int, int] = {}
         self._buffers: list[dict[str, Binding]] = []
         self._prepared: dict[tuple[int, str], Prepared] = {}
-        self._turn = 0
+        self._side = 0  # of the next copy
         self._connections = Connections(stop=stop, kind=transport)
 
     def due(self, version: int) -> bool:
-        return self._every > 0 and (not self._turn or version % self._every == 0)
+        return self._every > 0 and (self.version is None or version % self._every == 0)
 
     def abort(self, reason: str) -> None:
         """From another thread."""
         self._connections.abort(reason)
+
+    def forget(self) -> None:
+        """The objects' state is another one than at any boundary before; the next boundary has a copy."""
+        self.mirror = self.version = None
 
     def close(self) -> None:
         self._connections.close()
@@ -105,11 +109,10 @@ class Peers:
     def copy(self, plan: Plan, members: Sequence[Member], adapters: Mapping[str, Adapter], version: int) -> None:
         """In all processes of the plan, whose objects are those of ``version``. Raises Fault; the copy before stays."""
         me, numbers = self._record.me, [m.number for m in members]
-        side = self._turn % 2
+        side = self._side
         key = f"epoch/{self._epoch}/peers"
-        if not self._turn:
+        if not self._buffers:
             self._lay_out(plan, members, adapters, key)
-        self._turn += 1
         states = {name: dict(adapter.job_state()) for name, adapter in adapters.items()}
         self._record.put(f"{key}/{version}/{me}", states)
         for stage in self._stages:
@@ -137,6 +140,7 @@ class Peers:
             except ExecutionFailed as error:
                 raise error.fault from None
         self.version = version
+        self._side = 1 - side  # not after a failure: what was half written is written again, not what is whole
         if me in self._wards and self._buffers[side]:
             said = self._record.get(f"{key}/{version}/{self._wards[me]}")
             held = {
