@@ -13,6 +13,7 @@ that fit until the longest responses, which whoever configures a job without a s
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from itertools import pairwise
 from statistics import fmean
 
@@ -25,7 +26,7 @@ from nereus.replay.world import World
 DRIFT, SHARE = 0.3, 0.5
 
 
-class _Base:
+class _Base(ABC):
     name = ""
     restarts = False
     space: Space
@@ -57,8 +58,8 @@ class _Base:
         )
         return now - then
 
-    def choose(self, view: View) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def choose(self, view: View) -> int: ...
 
 
 class Static(_Base):

@@ -107,9 +107,10 @@ def main(
 
 
 def _leave(folder: str, name: str, said: Any) -> None:
-    path = Path(folder, f"{name}.json")
-    path.with_suffix(".part").write_text(json.dumps(said))
-    path.with_suffix(".part").rename(path)
+    """Processes of one device may say the same at the same time: the last one stands."""
+    part = Path(folder, f"{name}.{os.getpid()}.part")
+    part.write_text(json.dumps(said))
+    part.rename(Path(folder, f"{name}.json"))
 
 
 def results(folder: Path) -> list[dict[str, Any]]:
