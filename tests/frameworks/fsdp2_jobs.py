@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from frameworks.gathering import bindings_of_all
 from frameworks.hf_models import config
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,7 +22,6 @@ from nereus.models.hf import arch_from_config
 from nereus.models.naming.base import Where
 from nereus.models.naming.hf import HfNaming, unwrapped
 from nereus.models.tensors import logical_tensors
-from nereus.runtime.adapters.base import Binding
 from nereus.runtime.adapters.fsdp2 import Fsdp2
 from nereus.runtime.adapters.torch_plain import PlainTorch
 from nereus.runtime.adapters.whole import Whole, gather
@@ -253,14 +253,8 @@ def shared(value: Any, source: int) -> Any:
 
 def described(job: Job | None, model: str) -> Whole:
     """Whole tensors out of the adapter's own description, from all ranks."""
-    mine = None
-    if job is not None:
-        binding = job.adapter.bind()
-        mine = Binding(binding.state, tuple(memory.clone() for memory in binding.memory))
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
     shapes = {t.name: matrix_shape(t.shape) for t in logical_tensors(naming(model).arch)}
-    return gather([b for b in found if b is not None], shapes)
+    return gather(bindings_of_all(job.adapter.bind() if job is not None else None), shapes)
 
 
 def assert_described(model: str, whole: Whole, weights: Weights, moments: Moments) -> None:

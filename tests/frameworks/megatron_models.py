@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from frameworks import mini_batch
+from frameworks.gathering import bindings_of_all
 
 from nereus.ir.arch import Arch, Mla, Moe
 from nereus.ir.tensor import matrix_shape
@@ -313,9 +314,9 @@ def shapes(arch: Arch) -> dict[str, tuple[int, int]]:
 
 def whole_of(binding: Binding, arch: Arch) -> Whole:
     """Every element that the ranks hold together, replicas compared."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (binding.state, [m.clone() for m in binding.memory]))
-    return gather([Binding(state, tuple(memory)) for state, memory in everyone], shapes(arch))
+    bindings = bindings_of_all(binding)
+    with torch._C.DisableTorchFunction():  # the stand-in for a GPU looks at each call; here are many, all on the host
+        return gather(bindings, shapes(arch))
 
 
 def randomise(trainer: Trainer, seed: int) -> None:

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from frameworks import hf_models  # noqa: E402
+from frameworks.gathering import bindings_of_all  # noqa: E402
 from frameworks.harness import RunFailed, run  # noqa: E402
 
 from nereus.ir.arch import Arch  # noqa: E402
@@ -223,14 +224,7 @@ def one_more(arch: Arch, model: Any, optimizer: Any, rank: int) -> Whole:
     tokens = torch.arange(40, 56)[None]
     model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
-    return gather(everyone(bind_job(arch, model, optimizer, rank)), logical_shapes(arch))
-
-
-def everyone(binding: Binding) -> list[Binding]:
-    """The bindings of all ranks, as copies."""
-    found: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, (binding.state, [memory.clone() for memory in binding.memory]))
-    return [Binding(state, tuple(memory)) for state, memory in found]
+    return gather(bindings_of_all(bind_job(arch, model, optimizer, rank)), logical_shapes(arch))
 
 
 def _save(rank: int, world_size: int, family: str, more: dict[str, Any], folder: str) -> Any:
@@ -245,7 +239,7 @@ def _save(rank: int, world_size: int, family: str, more: dict[str, Any], folder:
     adapter = Fsdp2(model, optimizer, naming=HfNaming(arch=arch))
     entries = dcp_job.entries_of(adapter.job_state(), HfNaming(arch=arch))
     dcp_write.save(f"{folder}/ours", live, HfNaming(arch=arch), entries=entries)
-    whole = gather(everyone(live), logical_shapes(arch))
+    whole = gather(bindings_of_all(live), logical_shapes(arch))
     return whole if rank == 0 else None
 
 
@@ -263,16 +257,16 @@ def _read(rank: int, world_size: int, family: str, more: dict[str, Any], folder:
         holding = dcp.bind(f"{folder}/{flatten}", naming, rank=rank, wanted=live.state)
         num_bytes = copy_regions(holding.binding, live)
         assert num_bytes == sum(f.numel * 4 for f in live.state.fragments)
-        results.append(gather(everyone(live), shapes))
+        results.append(gather(bindings_of_all(live), shapes))
         peer, peer_optimizer = train(family, 6, 0, **more)
         state = nested(peer, peer_optimizer, flatten)
         torch_dcp.load(state, checkpoint_id=f"{folder}/{flatten}")
         loaded = bind_job(arch, peer, peer_optimizer, rank)  # torch loads into the live tensors
-        results.append(gather(everyone(loaded), shapes))
+        results.append(gather(bindings_of_all(loaded), shapes))
         assert not holding.unread
         partition = flat(shapes, ("weight", "exp_avg", "exp_avg_sq"), rank, world_size)
         copy_regions(dcp.bind(f"{folder}/{flatten}", naming, wanted=partition.state).binding, partition)
-        results.append(gather(everyone(partition), shapes))
+        results.append(gather(bindings_of_all(partition), shapes))
         results.append(_moved(f"{folder}/{flatten}", f"{folder}/moved-{flatten}", family, more, rank, world_size))
     # Who goes on from where: torch from torch's, torch from ours, our adapter from either.
     after = []
@@ -281,7 +275,7 @@ def _read(rank: int, world_size: int, family: str, more: dict[str, Any], folder:
         state = nested(model, optimizer, False)
         torch_dcp.load(state, checkpoint_id=f"{folder}/{name}")
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-        results.append(gather(everyone(bind_job(arch, model, optimizer, rank)), shapes))
+        results.append(gather(bindings_of_all(bind_job(arch, model, optimizer, rank)), shapes))
         assert {float(slots["step"]) for slots in optimizer.state.values()} == {2.0}
         after.append(one_more(arch, model, optimizer, rank))
     for name in ("False", "True", "ours"):
@@ -311,7 +305,7 @@ def _moved(folder: str, target: str, family: str, more: dict[str, Any], rank: in
     assert len(chunks) > 1 and not holding.unread
     report = move(chunks, live, tensors)
     assert sum(received for _, received in report.received) > 0
-    kinds = {(f.tensor, f.slot): "fp32" for binding in everyone(live) for f in binding.state.fragments}
+    kinds = {(f.tensor, f.slot): "fp32" for binding in bindings_of_all(live) for f in binding.state.fragments}
     parameters = dcp_state.parameters(naming, kinds)
     if rank == 0:
         Path(target).mkdir()
@@ -329,7 +323,7 @@ def _moved(folder: str, target: str, family: str, more: dict[str, Any], rank: in
     for slots in state["optim"]["state"].values():
         slots.pop("step", None)
     torch_dcp.load(state, checkpoint_id=target)
-    return gather(everyone(bind_job(arch, peer, optimizer, rank)), logical_shapes(arch))
+    return gather(bindings_of_all(bind_job(arch, peer, optimizer, rank)), logical_shapes(arch))
 
 
 def flat(shapes: dict[str, tuple[int, int]], slots: Any, rank: int, world_size: int) -> Binding:
@@ -373,7 +367,7 @@ def _write_here(
     arch = hf_models.arch(family, **more)
     model, optimizer = train(family, seed, 2, **more)
     live = bind_job(arch, model, optimizer, rank)
-    whole = gather(everyone(live), logical_shapes(arch))
+    whole = gather(bindings_of_all(live), logical_shapes(arch))
     if rank == kill:
         resolve, calls = dcp_write._Planner.resolve_data, []
 

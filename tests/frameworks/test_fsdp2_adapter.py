@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from frameworks.gathering import bindings_of_all
 from frameworks.harness import run
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -33,9 +33,7 @@ def _named(shapes: dict[str, tuple[int, ...]]) -> tuple[ExplicitNaming, dict[str
 
 
 def _gathered(binding: Binding, shapes: dict[str, tuple[int, int]]) -> Whole:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, Binding(binding.state, tuple(m.clone() for m in binding.memory)))
-    return gather(found, shapes)
+    return gather(bindings_of_all(binding), shapes)
 
 
 def _geometry(rank: int, world_size: int) -> list[int]:

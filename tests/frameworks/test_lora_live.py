@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from frameworks import fsdp2_jobs as fsdp
 from frameworks.fsdp2_jobs import MODELS, Job, Layout
+from frameworks.gathering import bindings_of_all
 from frameworks.harness import run
 from frameworks.hf_models import config
 from torch import nn
@@ -25,7 +26,6 @@ from nereus.models.hf import arch_from_config
 from nereus.models.naming.hf import HfNaming
 from nereus.models.naming.peft import PeftNaming
 from nereus.models.tensors import logical_tensors
-from nereus.runtime.adapters.base import Binding
 from nereus.runtime.adapters.fsdp2 import Fsdp2
 from nereus.runtime.adapters.torch_plain import PlainTorch
 from nereus.runtime.adapters.whole import Whole, gather
@@ -131,13 +131,8 @@ def _build(at: At, seed: int) -> Job | None:
 
 def _whole(adapter: PlainTorch | None) -> Whole:
     """Every element that the processes hold together, copies compared."""
-    mine = None
-    if adapter is not None:
-        binding = adapter.bind()
-        mine = Binding(binding.state, tuple(memory.clone() for memory in binding.memory))
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return gather([b for b in found if b is not None], {t.name: matrix_shape(t.shape) for t in TENSORS})
+    bindings = bindings_of_all(adapter.bind() if adapter is not None else None)
+    return gather(bindings, {t.name: matrix_shape(t.shape) for t in TENSORS})
 
 
 def _moved(job: Job | None, old: At, at: At) -> Job | None:
