@@ -101,6 +101,8 @@ def test_plans_and_the_loop_come_from_the_controller(tmp_path: Path) -> None:
         ]
         assert led.outcomes[1].moved_bytes > 0
         assert set(led.outcomes[1].phases_s) == {"offer", "probe", "prepare", "move", "finish", "vote"}
+        epochs = [key.split("/boundary/")[0] for key in led.provider.store.list_keys() if key.endswith("/digest")]
+        assert len(epochs) == len(set(epochs)) == 3  # of each epoch the last boundary's are left
         done = good(tmp_path, "pp2", 2)
         assert all(r["loop"] == {"step": STEPS, "rate": 0.5} for r in done) and led.loop["step"] == STEPS
 

@@ -136,6 +136,9 @@ class Controller:
             if what == "lost":
                 self._recover(turn)
                 continue
+            before = f"epoch/{self.epoch}/boundary/{self.version}"
+            Arrivals(self.record, before).forget()
+            self.record.forget(before)
             self.version += 1
             self.loop = self._arrived(key)
             was = digest_of(self.loop)

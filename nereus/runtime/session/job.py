@@ -352,6 +352,9 @@ class Job:
         )
         if word.stop:
             raise Fault.decode(word.stop)
+        if not self.led:  # all have come here, and so have read the word before
+            before = f"epoch/{self.epoch}/boundary/{self.version - 1}"
+            self.record.forget(f"{before}/{self.me.number}", *((before,) if self.leads else ()))
         if word.loop is not None:
             self.loop = dict(word.loop)
             self._snapshots[-1:] = [replace(kept, loop=dict(word.loop)) for kept in self._snapshots[-1:]]

@@ -103,6 +103,10 @@ class Arrivals:
     def count(self) -> int:
         return self._record.counted(f"{self._key}/arrived")
 
+    def forget(self) -> None:
+        """Once all are there at the next one."""
+        self._record.forget(*(f"{self._key}/{word}" for word in ("loop", "digest", "odd", "arrived")))
+
     def loop(self) -> dict[str, Any]:
         """Once all are there. Raises Fault where their loops differ."""
         if (number := self._record.get(f"{self._key}/odd")) is not None:

@@ -115,6 +115,10 @@ class Peers:
             self._lay_out(plan, members, adapters, key)
         states = {name: dict(adapter.job_state()) for name, adapter in adapters.items()}
         self._record.put(f"{key}/{version}/{me}", states)
+        if self.version is not None:  # all have come to this boundary, and so are done with the copy before
+            self._record.forget(f"{key}/{self.version}/{me}")
+            if me == numbers[0]:
+                self._record.forget_moves(*(f"{key}/{self.version}/{stage}" for stage in self._stages))
         for stage in self._stages:
             name = f"{key}/{version}/{stage}"
             try:

@@ -13,12 +13,14 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed
 
 from nereus.runtime.codec import CodecError, decode, encode
 from nereus.runtime.faults import DEADLINE, PARTICIPANT_FAILED, STORE_LOST, Fault, first_line
+from nereus.runtime.transports import agreement
 
 #: Untyped in part.
 dist: Any = torch.distributed
@@ -92,6 +94,16 @@ class Record:
     def counted(self, key: str) -> int:
         """The last number that ``count`` gave; 0: none."""
         return int(self._ask(lambda: self.store.add(key, 0)))
+
+    def forget(self, *keys: str) -> None:
+        """Entries that nobody reads or writes any more."""
+        for key in keys:
+            self._ask(partial(self.store.delete_key, key))
+
+    def forget_moves(self, *names: str) -> None:
+        """The same of moves that ran under these names."""
+        for name in names:
+            self._ask(partial(agreement.forget, dist.PrefixStore(name, self.store)))
 
     def wait(
         self, key: str, deadline_s: float, *, of: str, decided: bool = False, stop: Callable[[], Fault | None]

@@ -116,7 +116,12 @@ class Syncs:
             if connections is None:
                 connections = Connections(stop=self._stop, kind=self._transport)
                 self._connections[tuple(numbers)] = connections
-            return prepared.run(self._record.store, name, self._deadline_s, connections).received_bytes
+            num_bytes = prepared.run(self._record.store, name, self._deadline_s, connections).received_bytes
+            if count > 1 and self._record.me == numbers[0]:  # all have come to this one
+                before = self._name(sync, count - 1)
+                self._record.forget(f"{before}/asked")
+                self._record.forget_moves(before)
+            return num_bytes
         except MoveError as error:
             raise Fault(WRONG_STATE, f"{sync.source} to {sync.target}: {error}", where=self._record.where) from None
         except ExecutionFailed as error:

@@ -30,6 +30,11 @@ def decide(store: Any, barrier: Callable[[], object], where: str) -> bool:
     return wish == _COMMIT
 
 
+def forget(store: Any) -> None:
+    """What was decided, once all processes are past it."""
+    store.delete_key(_DECISION)
+
+
 def first_failure(store: Any, fault: Fault) -> Fault:
     """What stopped the transition: ``fault``, unless another process wrote something before."""
     try:
