@@ -34,9 +34,10 @@ from examples.ppo.stages import View, Worker, build
 from examples.ppo.task import Counting
 from examples.ppo.train import ALLOWED, STAGES, probe, timeline
 from nereus.ir.plan import Plan, Stage
-from nereus.planner import advisor
-from nereus.planner.advisor import STAY, Advisor
+from nereus.planner import decisions
+from nereus.planner.advisor import Advisor
 from nereus.planner.calibration import Calibration, calibrate, to_document
+from nereus.planner.decisions import STAY
 from nereus.planner.live import Live, layouts
 from nereus.planner.online import Online
 from nereus.runtime.adapters.torch_plain import PlainTorch
@@ -48,7 +49,7 @@ from nereus.runtime.session.local import LocalProcesses
 #: What the controller is told beside the loop's state.
 _TOLD = "measured"
 #: Steps of this job are short, and its machine is shared: a plan has missed when it is slower by a third.
-RULES = advisor.Settings(margin=0.33)
+RULES = decisions.Settings(margin=0.33)
 
 
 class Timed(Worker):
@@ -178,7 +179,7 @@ def run(
     task: Counting | None = None,
     pace: Pace | None = None,
     calibration: Calibration | None = None,
-    rules: advisor.Settings = RULES,
+    rules: decisions.Settings = RULES,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """The whole job from the controller's process: ``curve``; ``log`` of what was observed and decided; ``changes``

@@ -6,9 +6,14 @@
         job.request(decision.plan)
 
 A plan is looked for when responses have drifted from what they were at the last look, when the pool has changed, and
-when the plan would not fit at the lengths of the next step or on the nodes that stay: then it goes at once. A change
-that is not forced is made by rent or buy (``admission``): the time that the present plan has lost against the better
-one is added up, and the forecast of what the change will save (``outlook``) says how much of the stop that must reach.
+when the plan would not fit at the lengths of the next step or on the nodes that stay: then it goes at once. Where none
+fits on them, the job is saved and waits for nodes. A change that is not forced is made by rent or buy (``admission``):
+the time that the present plan has lost against the better one is added up, and the forecast of what the change will
+save (``outlook``) says how much of the stop that must reach.
+
+Nodes with problems (``health``) are not counted on. One with a fault is left at once where a plan fits on the others.
+One that is slow costs time, which is weighed as any other: steps elsewhere are expected to take what they took before
+it was slow.
 
 Predictions are used as ratios: what a framework adds to every step is in both. What the first steps under a plan show
 of it is remembered. If they miss the prediction by more than a margin, and the plan before was faster, the job goes
@@ -21,7 +26,7 @@ repeats it.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -30,56 +35,20 @@ from nereus.passes.coarse import coarse
 from nereus.planner.admission import RentOrBuy
 from nereus.planner.calibration import Calibration
 from nereus.planner.contingency import Contingency, contingencies
+from nereus.planner.decisions import BACK, CHECKPOINT, GO, STAY, USUAL, Decision, Settings
+from nereus.planner.health import Health, Problem
 from nereus.planner.limits import Limits, Serves
 from nereus.planner.outlook import Outlook
 from nereus.planner.pools import nodes_of, on_most_nodes, survives
 from nereus.planner.rl_step import step_time
 from nereus.planner.search import Found, search
+from nereus.planner.smallest import least
 from nereus.planner.targets import Target
 
 #: Tokens; no response is as long.
 _LONGEST = 1e12
-STAY, GO, BACK, CHECKPOINT = "stay", "go", "back", "checkpoint"
 
 _Keys = tuple[tuple[object, ...], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """``drift``: share by which the mean length moves before a plan is looked for. ``share``: of what the forecast
-    promises that is believed. ``trust``: in its verdict (``admission``). ``margin``: by which a measured step may miss.
-    ``missed_steps``: first ones of a plan, whose median is judged. ``headroom``: by which lengths may grow before a new
-    plan would not fit; one with less than half of it left is taken not to fit. ``num_targets``: plans that are
-    watched."""
-
-    drift: float = 0.1
-    share: float = 0.5
-    trust: float = 0.5
-    margin: float = 0.1
-    missed_steps: int = 3
-    headroom: float = 0.3
-    num_targets: int = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """``trigger``: drift, memory, pool, lost, missed, regret or empty. ``action``: ``checkpoint`` where nodes leave
-    before a change could end, or held what nothing else holds: save, or use what was saved, and start ``plan`` from it.
-    ``plan``: what to go to; None to stay. ``considered``: (keys to write into the first plan, seconds a step, stop,
-    steps until it pays), best first. ``horizon_steps``: for which the forecast is made. ``regret_s``: what staying has
-    cost so far."""
-
-    step: int
-    response_len: float
-    step_s: float | None
-    trigger: str
-    action: str
-    reason: str
-    horizon_steps: float
-    considered: tuple[tuple[str, float, float, float], ...] = ()
-    plan: Plan | None = None
-    regret_s: float = 0.0
-    notice_s: float | None = None
 
 
 class Advisor:
@@ -93,7 +62,7 @@ class Advisor:
         plan: Plan,
         calibration: Calibration,
         *,
-        settings: Settings = Settings(),
+        settings: Settings = USUAL,
         pinned: Collection[str] = (),
         serves: Serves | None = None,
         observe_only: bool = False,
@@ -107,7 +76,13 @@ class Advisor:
         self.observe_only = observe_only
         self.log: list[Decision] = []
         self._home = plan
-        self._pool = nodes_of(plan) if pool is None else frozenset(pool)
+        self._there = nodes_of(plan) if pool is None else frozenset(pool)
+        self._pool = self._there  # those that may be counted on
+        self._health = Health(sick=settings.sick, well=settings.well)
+        self._waits = False  # saved, for nodes
+        self._num_sound = 0  # of the measured steps: the first ones, with no slow node
+        self._slow: frozenset[str] = frozenset()
+        self._slowdown = 1.0  # by the slow nodes
         self._reference = float(plan.workload.response_len)
         self._outlook = Outlook(num_steps)
         self._regrets = RentOrBuy(settings.trust)
@@ -130,19 +105,25 @@ class Advisor:
         plan: Plan | None = None,
         pool: Collection[str] | None = None,
         notice_s: float | None = None,
+        problems: Mapping[str, Collection[Problem]] | None = None,
     ) -> Decision:
         """At a boundary after ``step``: mean response length of the last batch, seconds of the last step. ``plan``:
         what the job serves now; without it, what was advised last, which a change that was given up is not. ``pool``:
         nodes that are there from now on; None: as before. ``notice_s``: seconds until those leave that are not among
-        them; None: they are gone. Raises ValueError for what cannot be (``refuse``); nothing has changed then."""
-        self.refuse(response_len=response_len, step_s=step_s, pool=pool, notice_s=notice_s)
+        them; None: they are gone. ``problems``: of GPUs, by node; None: nobody asked. Raises ValueError for what cannot
+        be (``refuse``); nothing has changed then."""
+        self.refuse(response_len=response_len, step_s=step_s, pool=pool, notice_s=notice_s, problems=problems)
         if plan is not None and _keys(plan) != _keys(self.plan):
             self._run(plan)
         if step_s is not None:
             self._measured.append((response_len, step_s))
+            self._waits = False
+        if problems is not None:
+            self._health.observe(problems)
         self._outlook.observe(response_len)
-        decision = self._decide(_Now(step, response_len, step_s, notice_s), self._pool if pool is None else pool)
+        decision = self._decide(_Now(step, response_len, step_s, notice_s), self._there if pool is None else pool)
         self.log.append(decision)
+        self._waits = decision.action == CHECKPOINT and decision.plan is None and not self.observe_only
         if decision.plan is None:
             return decision
         self._regrets.moved()
@@ -160,6 +141,7 @@ class Advisor:
         step_s: float | None = None,
         pool: Collection[str] | None = None,
         notice_s: float | None = None,
+        problems: Mapping[str, Collection[Problem]] | None = None,
     ) -> None:
         """Raises ValueError for what nobody can have observed."""
         if not 0 < response_len < _LONGEST or (step_s is not None and not 0 < step_s < math.inf):
@@ -168,8 +150,11 @@ class Advisor:
             raise ValueError(f"notice_s {notice_s} must not be negative")
         if isinstance(pool, str):
             raise ValueError(f"pool '{pool}' must be a collection of names of nodes")
-        if unknown := set(pool or ()) - {node.name for node in self._home.cluster.nodes}:
-            raise ValueError(f"pool: the cluster of the job's first plan has no node {', '.join(sorted(unknown))}")
+        for what, names in (("pool", pool), ("problems", problems)):
+            if unknown := set(names or ()) - {node.name for node in self._home.cluster.nodes}:
+                raise ValueError(
+                    f"{what}: the cluster of the job's first plan has no node {', '.join(sorted(unknown))}"
+                )
 
     def prepare(self, response_len: float) -> tuple[Contingency, ...]:
         """Where to go when a node fails, for each that the plan uses; a loss at about these lengths then needs no
@@ -193,33 +178,48 @@ class Advisor:
 
     def _run(self, plan: Plan) -> None:
         self.plan, self._measured, self._trial, self._look = plan, [], None, None
+        self._num_sound, self._waits = 0, False
         self._regrets.moved()
 
-    def _decide(self, now: _Now, pool: Collection[str]) -> Decision:
-        changed = frozenset(pool) != self._pool
+    def _decide(self, now: _Now, there: Collection[str]) -> Decision:
+        pool = frozenset(there).difference(self._health.unfit)
+        changed = "" if pool == self._pool else "pool" if frozenset(there) != self._there else "health"
+        self._there, self._pool = frozenset(there), pool
         if changed:
-            self._pool = frozenset(pool)
             self._outlook.restart()
-        leaving = nodes_of(self.plan) - self._pool
+        used = nodes_of(self.plan)
+        leaving = used if self._waits else used - self._there
+        faulty = used.intersection(self._health.faulty)
         if self.calibration is not self._learned:  # which knows by itself what its plans took
             self._learned, self._effects = self.calibration, {}
             self._look = self._predicted_anew(self._look)
+        self._notice_slow(used)
         settled = self._settled(now.response_len)
         if settled is not None and settled.back is not None and not leaving:
             return self._stay(now, "missed", settled.reason, action=BACK, plan=settled.back)
         # What fits now and not in the next step is too late to be found out then.
         ahead = min(max(now.response_len, self._outlook.length(1)), now.response_len * (1 + self.settings.drift))
         fits = self.calibration.fits(_at_length(self.plan, ahead * (1 + self.settings.headroom / 2)))
-        drifted = abs(now.response_len / self._reference - 1) > self.settings.drift
-        trigger = "lost" if leaving else "memory" if not fits else "pool" if changed else "drift" if drifted else ""
+        trigger = "lost" if leaving else "memory" if not fits else changed
+        if not trigger and faulty and self._look is None:
+            trigger = "health"
+        if not trigger and abs(now.response_len / self._reference - 1) > self.settings.drift:
+            trigger = "drift"
         if trigger or settled is not None:
             self._reference = now.response_len  # whatever comes of it
-            self._look = self._search(_at_length(self.plan, now.response_len), ahead, leaving, now.notice_s)
+            self._look = self._search(now, ahead, leaving, faulty)
         look = self._look
         if look is None:
             return self._stay(now, trigger, "lengths are about what they were")
         if leaving or not fits:
             return self._forced(now, trigger, look, leaving)
+        if faulty:
+            where = _told({node: self._health.faulty[node] for node in faulty})
+            sound = [target for target in self._others(look, now) if not nodes_of(target.found.plan) & faulty]
+            if sound:
+                return self._go(now, trigger or "health", where, look, sound[0])
+            if trigger:
+                return self._stay(now, trigger, f"{where}; no layout fits without", considered=look.best)
         scale = now.step_s / look.present_s if now.step_s is not None else 1.0
         self._regrets.step({_keys(t.found.plan): scale * self._gain_s(look, t) for t in look.best})
         for target in look.best:
@@ -237,31 +237,62 @@ class Advisor:
 
     # Looking -------------------------------------------------------------------------------------------------------
 
-    def _search(self, present: Plan, ahead: float, leaving: frozenset[str], notice_s: float | None) -> _Look:
-        """On the whole pool, and where the plan is if that is less. Searches start from the job's first plan: from one
-        that is the best already they would have to look at every other to find a second."""
+    def _search(self, now: _Now, ahead: float, leaving: frozenset[str], faulty: frozenset[str]) -> _Look:
+        """On the whole pool, and where the plan is if that is less; where nodes have to be left, on the others, and on
+        unfit ones only if nothing fits on the fit ones."""
+        present = _at_length(self.plan, now.response_len)
+        used = nodes_of(present)
+        # Without a notice the nodes are gone, and nothing on them can be read; of what was saved everything can.
+        lost = leaving if now.notice_s is None and not self._waits else frozenset[str]()
+        ways = ((self._pool,), (self._there if leaving else used,)) if leaving or faulty else ((used, self._pool),)
+        look = _Look(
+            best=(), present_s=step_time(present, self.calibration).seconds, length=float(present.workload.response_len)
+        )
+        for pools in dict.fromkeys(ways):
+            found = self._found(present, look.present_s, ahead, tuple(dict.fromkeys(pools)), lost)
+            if found:
+                ranked = sorted(found, key=lambda t: t.stop_s - self.horizon_steps * self._gain_s(look, t))
+                return replace(look, best=tuple(ranked[: self.settings.num_targets]))
+        return look
+
+    def _found(
+        self, present: Plan, present_s: float, ahead: float, pools: Sequence[frozenset[str]], lost: frozenset[str]
+    ) -> list[Target]:
+        """On some of ``pools``. Searches start from the job's first plan: from one that is the best already they would
+        have to look at every other to find a second."""
         found: list[Target] = []
-        # Without a notice the nodes are gone, and nothing on them can be read.
-        lost = leaving if notice_s is None else ()
-        pools = [self._pool] if leaving else list(dict.fromkeys((nodes_of(present), self._pool)))
-        length = present.workload.response_len
-        roomy = _at_length(self._home, ahead * (1 + self.settings.headroom)).workload
-        present_s = step_time(present, self.calibration).seconds
+        roomy = self._roomy(ahead)
         for pool in pools:
-            placed = on_most_nodes(replace(self._home, workload=roomy), pool, lost=lost)
-            if placed is not None and (nodes_of(placed) == pool or pool == self._pool):
+            placed = on_most_nodes(roomy, pool, lost=lost)
+            if placed is not None and (nodes_of(placed) == pool or pool == pools[-1]):
                 best = search(placed, self.calibration, count=self.settings.num_targets, limits=self.limits).best
                 found += [self._target(present, present_s, each) for each in best if self.calibration.fits(each.plan)]
-        if nodes_of(present) != self._pool:  # the same degrees on other nodes often stop the job for less
-            found += self._as_it_is(present, present_s, placed, roomy)
-        look = _Look(best=(), present_s=present_s, length=float(length))
-        ranked = sorted(found, key=lambda t: t.stop_s - self.horizon_steps * self._gain_s(look, t))
-        return replace(look, best=tuple(ranked[: self.settings.num_targets]))
+        if nodes_of(present) != pools[-1]:  # the same degrees on other nodes often stop the job for less
+            found += self._as_it_is(present, present_s, placed, roomy.workload, pools[-1])
+        return found
 
-    def _as_it_is(self, present: Plan, present_s: float, there: Plan | None, roomy: Workload) -> list[Target]:
+    def _roomy(self, length: float) -> Plan:
+        """The job's first plan, for lengths that have yet to grow."""
+        return _at_length(self._home, length * (1 + self.settings.headroom))
+
+    def _nodes_needed(self, length: float) -> int | None:
+        """Fewest nodes, those that are there and others, on which some layout fits; None: the cluster is too small."""
+        names = sorted((node.name for node in self._home.cluster.nodes), key=lambda name: name not in self._there)
+
+        def on(number: int) -> Plan | None:
+            placed = on_most_nodes(self._roomy(length), names[: number + 1])
+            best = () if placed is None else search(placed, self.calibration, count=1, limits=self.limits).best
+            return best[0].plan if best and self.calibration.fits(best[0].plan) else None
+
+        found = least(len(names), on, first=len(self._there))
+        return None if found is None else found[0] + 1
+
+    def _as_it_is(
+        self, present: Plan, present_s: float, there: Plan | None, roomy: Workload, pool: frozenset[str]
+    ) -> list[Target]:
         if there is None:
             return []
-        placed = on_most_nodes(replace(self._home, stages=present.stages, workload=roomy), self._pool)
+        placed = on_most_nodes(replace(self._home, stages=present.stages, workload=roomy), pool)
         if placed is None or not self.calibration.fits(placed):
             return []
         plan = replace(placed, cluster=there.cluster)
@@ -291,7 +322,21 @@ class Advisor:
     def _gain_s(self, look: _Look, target: Target) -> float:
         """Seconds a step, as predicted, and as what is known of both plans says."""
         effect = self._effects.get(_keys(target.found.plan), 0.0) - self._effects.get(_keys(self.plan), 0.0)
-        return look.present_s - target.found.seconds * math.exp(effect)
+        return look.present_s - target.found.seconds * math.exp(effect) / self._faster(target.found.plan)
+
+    def _notice_slow(self, used: frozenset[str]) -> None:
+        """How much longer steps take than before some node was slow."""
+        self._slow, self._slowdown = used.intersection(self._health.slow), 1.0
+        if not used & self._health.ill:
+            self._num_sound = len(self._measured)
+        elif self._slow and self._num_sound:
+            number = self.settings.missed_steps
+            sound = self._ratio(self.plan, self._measured[max(0, self._num_sound - number) : self._num_sound])
+            self._slowdown = max(1.0, self._ratio(self.plan, self._measured[-1:]) / sound)
+
+    def _faster(self, plan: Plan) -> float:
+        """By which factor ``plan`` is faster than predicted from the last step: it leaves the slow nodes."""
+        return 1.0 if nodes_of(plan) & self._slow else self._slowdown
 
     def _forecast_s(self, look: _Look, target: Target) -> float:
         """What the change saves over the horizon, until the lengths make it slower or too large."""
@@ -314,19 +359,21 @@ class Advisor:
     # Deciding ------------------------------------------------------------------------------------------------------
 
     def _forced(self, now: _Now, trigger: str, look: _Look, leaving: frozenset[str]) -> Decision:
-        ready = self._contingency(leaving, now) if now.notice_s is None else None
+        ready = self._contingency(leaving, now) if now.notice_s is None and not self._waits else None
         if ready is not None and ready.plan is not None:
             plan = _at_length(ready.plan, now.response_len)
             action = GO if ready.survives else CHECKPOINT
             return self._stay(now, trigger, f"{ready.node} failed; the plan was ready", action=action, plan=plan)
-        best = [target for target in look.best if not self._missed_before(target.found, now.response_len)]
-        best = [target for target in best or look.best if _keys(target.found.plan) != _keys(self.plan)]
+        if self._waits and look.best:
+            reason = (
+                f"a layout fits on {', '.join(sorted(nodes_of(look.best[0].found.plan)))}: go on from what was saved"
+            )
+            return self._go(now, trigger, reason, look, look.best[0], action=CHECKPOINT)
+        best = self._others(look, now)
+        if not best and leaving:
+            return self._wait(now, trigger, leaving)
         if not best:
             reason = "no layout fits at these lengths: fewer samples, recomputation or a checkpoint remain"
-            if leaving:
-                reason = (
-                    f"no layout fits on {', '.join(sorted(self._pool)) or 'no node'}: more nodes or a checkpoint remain"
-                )
             return self._stay(now, trigger, reason)
         if not leaving:
             return self._go(now, trigger, "the plan would not fit", look, best[0])
@@ -341,6 +388,29 @@ class Advisor:
             return self._go(now, trigger, reason, look, best[0], action=CHECKPOINT)
         return self._go(now, trigger, f"{where} leave in {now.notice_s:.0f} s", look, in_time)
 
+    def _others(self, look: _Look, now: _Now) -> list[Target]:
+        """Than the present plan; those that missed before only if there are no others."""
+        others = [target for target in look.best if _keys(target.found.plan) != _keys(self.plan)]
+        return [target for target in others if not self._missed_before(target.found, now.response_len)] or others
+
+    def _wait(self, now: _Now, trigger: str, leaving: frozenset[str]) -> Decision:
+        needed = self._nodes_needed(now.response_len)
+        num_gpus = sum(node.num_gpus for node in self._home.cluster.nodes if node.name in self._there)
+        short = f"no layout fits on {', '.join(sorted(self._there)) or 'no node'} ({num_gpus} GPUs)"
+        until = (
+            f"{needed} nodes are needed"
+            if needed is not None
+            else "nor on the whole cluster: fewer samples or recomputation remain"
+        )
+        where = ", ".join(sorted(leaving))
+        if self._waits:
+            reason = f"saved; {short}: {until}"
+        elif now.notice_s is None:
+            reason = f"{where} failed; {short}: {until} to go on from what was saved"
+        else:
+            reason = f"{where} leave in {now.notice_s:.0f} s; {short}: save now; {until} to go on"
+        return self._stay(now, trigger, reason, action=CHECKPOINT, nodes_needed=needed)
+
     def _contingency(self, leaving: frozenset[str], now: _Now) -> Contingency | None:
         if self._prepared_for is None or len(leaving) != 1:
             return None
@@ -351,7 +421,8 @@ class Advisor:
     def _go(self, now: _Now, trigger: str, reason: str, look: _Look, target: Target, *, action: str = GO) -> Decision:
         if not self.observe_only and action == GO and self._measured:  # else nothing is tried
             expected = math.log(target.found.seconds / look.present_s)
-            self._trial = _Trial(before=self.plan, ratio=self._ratio(self.plan, last=True), gain=expected)
+            ratio = self._ratio(self.plan, self._measured[-self.settings.missed_steps :])
+            self._trial = _Trial(before=self.plan, ratio=ratio / self._faster(target.found.plan), gain=expected)
         return self._stay(now, trigger, reason, action=action, plan=target.found.plan, considered=look.best)
 
     def _stay(
@@ -363,12 +434,14 @@ class Advisor:
         action: str = STAY,
         plan: Plan | None = None,
         considered: Sequence[Target] = (),
+        nodes_needed: int | None = None,
     ) -> Decision:
         regret_s = max((self._regrets.regret_s(_keys(t.found.plan)) for t in considered), default=0.0)
         return Decision(
             step=now.step, response_len=now.response_len, step_s=now.step_s, trigger=trigger, action=action,
             reason=reason, horizon_steps=self.horizon_steps, considered=self._rows(considered), plan=plan,
-            regret_s=regret_s, notice_s=now.notice_s,
+            regret_s=regret_s, notice_s=now.notice_s, nodes_needed=nodes_needed,
+            unfit=tuple(sorted(self._health.unfit.items())),
         )  # fmt: skip
 
     def _rows(self, found: Sequence[Target]) -> tuple[tuple[str, float, float, float], ...]:
@@ -384,7 +457,10 @@ class Advisor:
         if trial is None or len(self._measured) < self.settings.missed_steps:
             return None
         self._trial = None
-        seen = math.log(self._ratio(self.plan) / trial.ratio)  # against what the plan before takes, both as predicted
+        first = self._measured[: self.settings.missed_steps]
+        seen = math.log(
+            self._ratio(self.plan, first) / trial.ratio
+        )  # against what the plan before takes, both as predicted
         key, before_key = _keys(self.plan), _keys(trial.before)
         effect = self._effects.get(before_key, 0.0) + seen
         self._effects[key] = (self._effects[key] + effect) / 2 if key in self._effects else effect
@@ -397,10 +473,8 @@ class Advisor:
         reason = f"steps take {took_s:.1f} s, {took_s / math.exp(seen):.1f} were expected"
         return _Settled(back=before, reason=f"{reason}; before it would be {took_s / math.exp(seen + trial.gain):.1f}")
 
-    def _ratio(self, plan: Plan, *, last: bool = False) -> float:
-        """Measured over predicted, of the first steps under a plan or the last."""
-        number = self.settings.missed_steps
-        steps = self._measured[-number:] if last else self._measured[:number]
+    def _ratio(self, plan: Plan, steps: Sequence[tuple[float, float]]) -> float:
+        """Measured over predicted: the median over (response length, seconds)."""
         return median(s / step_time(_at_length(plan, length), self.calibration).seconds for length, s in steps)
 
     def _missed_before(self, found: Found, response_len: float) -> bool:
@@ -445,6 +519,10 @@ class _Settled:
 
 def _at_length(plan: Plan, response_len: float) -> Plan:
     return replace(plan, workload=replace(plan.workload, response_len=max(1, math.ceil(response_len))))
+
+
+def _told(reasons: Mapping[str, str]) -> str:
+    return ", ".join(f"{node}: {why}" for node, why in sorted(reasons.items()))
 
 
 def _keys(plan: Plan) -> _Keys:

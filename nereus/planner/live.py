@@ -13,12 +13,14 @@ expected of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import fields, replace
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from nereus.ir.plan import Plan
-from nereus.planner.advisor import Advisor, Decision
+from nereus.planner.advisor import Advisor
+from nereus.planner.decisions import Decision
+from nereus.planner.health import Problem
 from nereus.planner.online import Online
 
 
@@ -39,12 +41,14 @@ class Live:
         stage_s: Mapping[str, float] | None = None,
         peak_bytes: float | None = None,
         plan: Plan | None = None,
-        **more: Any,
+        pool: Collection[str] | None = None,
+        notice_s: float | None = None,
+        problems: Mapping[str, Collection[Problem]] | None = None,
     ) -> Decision:
-        """As ``Advisor.observe``, whose further words ``more`` are; ``stage_s`` and ``peak_bytes`` as
-        ``Online.observe``."""
+        """As ``Advisor.observe``; ``stage_s`` and ``peak_bytes`` as ``Online.observe``."""
         # Before anything is learned of what the advisor would refuse.
-        self.advisor.refuse(response_len=response_len, step_s=step_s, **more)
+        told: dict[str, Any] = {"pool": pool, "notice_s": notice_s, "problems": problems}
+        self.advisor.refuse(response_len=response_len, step_s=step_s, **told)
         served = plan if plan is not None else self.advisor.plan
         workload = replace(served.workload, response_len=max(1, math.ceil(response_len)))
         self.online.observe(
@@ -52,8 +56,16 @@ class Live:
         )
         if not self.advisor.trying:
             self.advisor.calibration = self.online.calibration()
-        decision = self.advisor.observe(step=step, response_len=response_len, step_s=step_s, plan=plan, **more)
-        self.log.append({**as_data(decision), "stage_s": dict(stage_s or {}), "peak_bytes": peak_bytes})
+        decision = self.advisor.observe(step=step, response_len=response_len, step_s=step_s, plan=plan, **told)
+        self.log.append(
+            {
+                **as_data(decision),
+                "stage_s": dict(stage_s or {}),
+                "peak_bytes": peak_bytes,
+                "pool": None if pool is None else sorted(pool),
+                "problems": None if problems is None else {n: [asdict(p) for p in of] for n, of in problems.items()},
+            }
+        )
         return decision
 
     def changed(self, old: Plan, new: Plan, phases_s: Mapping[str, float]) -> None:
@@ -68,6 +80,7 @@ def as_data(decision: Decision) -> dict[str, Any]:
         {"changes": text, "step_s": step_s, "stop_s": stop_s, "payback_steps": steps if steps < math.inf else None}
         for text, step_s, stop_s, steps in decision.considered
     ]
+    found["unfit"] = dict(decision.unfit)
     found["plan"] = None if decision.plan is None else layouts(decision.plan)
     return found
 

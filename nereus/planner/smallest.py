@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from nereus.ir.plan import Plan
 from nereus.planner.calibration import Calibration
 from nereus.planner.limits import NO_LIMITS, Limits
 from nereus.planner.placements import units_of
 from nereus.planner.search import Found, search
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,15 +36,25 @@ def smallest(plan: Plan, calibration: Calibration, *, limits: Limits = NO_LIMITS
         best = search(plan, calibration, count=1, limits=replace(limits, move=True, most_gpus=ends[number])).best
         return best[0] if best else None
 
-    if not units:
-        return None
     pool_gpus = 0 if plan.cluster.pool is None else plan.cluster.pool.min_gpus or 0
     first = next((number for number, end in enumerate(ends) if end >= pool_gpus), len(units) - 1)
+    found = least(len(units), on, first=first)
+    if found is None:
+        return None
+    number, best = found
+    return Smallest(num_gpus=ends[number], too_few=None if number == first else ends[number - 1], found=best)
+
+
+def least(num: int, on: Callable[[int], _T | None], *, first: int = 0) -> tuple[int, _T] | None:
+    """The least number from ``first`` to below ``num`` that ``on`` finds something for, as it does for all larger
+    ones; None where there is none."""
+    if not 0 <= first < num:
+        return None
     low, high, found = first - 1, first, on(first)
     while found is None:
-        if high == len(units) - 1:
+        if high == num - 1:
             return None
-        low, high = high, min(2 * high + 1, len(units) - 1)
+        low, high = high, min(2 * high + 1, num - 1)
         found = on(high)
     while high - low > 1:
         middle = (low + high) // 2
@@ -49,4 +63,4 @@ def smallest(plan: Plan, calibration: Calibration, *, limits: Limits = NO_LIMITS
             low = middle
         else:
             high, found = middle, tried
-    return Smallest(num_gpus=ends[high], too_few=None if high == first else ends[high - 1], found=found)
+    return high, found

@@ -17,7 +17,8 @@ from abc import ABC, abstractmethod
 from itertools import pairwise
 from statistics import fmean
 
-from nereus.planner.advisor import Advisor, Settings
+from nereus.planner.advisor import Advisor
+from nereus.planner.decisions import Settings
 from nereus.replay.run import FREE, LEAVES, View
 from nereus.replay.space import Space, at_length, best_of
 from nereus.replay.world import World

@@ -19,9 +19,9 @@ from examples.ppo.algorithm import Settings  # noqa: E402
 from examples.ppo.machine import Pace, measured, on  # noqa: E402
 from examples.ppo.plans import alone, load  # noqa: E402
 from examples.ppo.task import Counting  # noqa: E402
-from nereus.planner.advisor import BACK, GO  # noqa: E402
-from nereus.planner.advisor import Settings as Rules  # noqa: E402
 from nereus.planner.calibration import calibrate, from_document  # noqa: E402
+from nereus.planner.decisions import BACK, GO  # noqa: E402
+from nereus.planner.decisions import Settings as Rules  # noqa: E402
 from nereus.planner.live import layouts  # noqa: E402
 from nereus.planner.rl_step import step_time  # noqa: E402
 

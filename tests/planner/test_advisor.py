@@ -11,7 +11,8 @@ from planner.test_rl_step import COLOCATED, PRIOR, plan_of
 from nereus.ir.plan import Plan
 from nereus.models.memory import check_memory
 from nereus.passes.coarse import coarse
-from nereus.planner.advisor import BACK, GO, STAY, Advisor, Settings
+from nereus.planner.advisor import Advisor
+from nereus.planner.decisions import BACK, GO, STAY, Settings
 from nereus.planner.rl_step import step_time
 
 #: What a framework adds to every step that the model does not know of.

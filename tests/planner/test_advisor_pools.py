@@ -9,7 +9,8 @@ import pytest
 from planner.test_advisor import text
 from planner.test_rl_step import PRIOR, plan_of
 
-from nereus.planner.advisor import CHECKPOINT, GO, Advisor
+from nereus.planner.advisor import Advisor
+from nereus.planner.decisions import CHECKPOINT, GO, STAY
 from nereus.planner.live import Live
 from nereus.planner.online import Online
 from nereus.planner.pools import nodes_of
@@ -39,9 +40,40 @@ def test_what_was_made_ready_is_used_when_the_node_fails() -> None:
     assert decision.plan.stages == ready["n1"].plan.stages and decision.plan.cluster.lost == ("n1",)
 
 
-def test_where_no_node_is_left_nothing_is_advised() -> None:
-    decision = watched().observe(step=1, response_len=1100, step_s=40.0, pool=[])
-    assert decision.trigger == "lost" and decision.plan is None and "no layout fits on no node" in decision.reason
+#: Two of these nodes hold the job, one does not.
+SMALL = text().replace("n[0-1] { gpus = 8", "n[0-3] { gpus = 2").replace("n[0-1]", "n[0-3]")
+
+
+def test_where_nothing_fits_the_job_is_saved_and_waits_until_something_does() -> None:
+    advisor = Advisor(plan_of(SMALL), PRIOR, pool=NODES)
+    advisor.observe(step=0, response_len=1100, step_s=40.0)
+    noticed = advisor.observe(step=1, response_len=1100, step_s=40.0, pool=["n0"], notice_s=60)
+    assert (noticed.trigger, noticed.action, noticed.plan, noticed.nodes_needed) == ("lost", CHECKPOINT, None, 2)
+    assert "leave in 60 s" in noticed.reason and "no layout fits on n0 (2 GPUs)" in noticed.reason
+    still = advisor.observe(step=2, response_len=1100, pool=["n0"])
+    assert (still.action, still.plan, still.nodes_needed) == (CHECKPOINT, None, 2)
+    # Also on the nodes that it had: what they held is gone.
+    back = advisor.observe(step=2, response_len=1100, pool=NODES)
+    assert back.action == CHECKPOINT and back.plan is not None and not back.plan.cluster.lost
+    running = advisor.observe(step=3, response_len=1100, step_s=40.0)
+    assert running.action == STAY
+
+
+def test_a_failure_of_all_but_too_few_nodes_says_how_many_it_takes() -> None:
+    advisor = Advisor(plan_of(SMALL), PRIOR, pool=NODES)
+    advisor.observe(step=0, response_len=1100, step_s=40.0)
+    decision = advisor.observe(step=1, response_len=1100, step_s=40.0, pool=[])
+    assert (decision.trigger, decision.action, decision.nodes_needed) == ("lost", CHECKPOINT, 2)
+    assert "failed; no layout fits on no node (0 GPUs): 2 nodes are needed" in decision.reason
+    grown = advisor.observe(step=1, response_len=2e5, pool=NODES)
+    assert (grown.action, grown.plan, grown.nodes_needed) == (CHECKPOINT, None, None)
+    assert "nor on the whole cluster" in grown.reason
+
+
+def test_observing_alone_waits_for_nothing() -> None:
+    advisor = Advisor(plan_of(SMALL), PRIOR, pool=NODES, observe_only=True)
+    assert advisor.observe(step=1, response_len=1100, pool=["n0"], notice_s=60).action == CHECKPOINT
+    assert advisor.observe(step=2, response_len=1100, pool=NODES).action == STAY
 
 
 @pytest.mark.parametrize(
@@ -55,6 +87,7 @@ def test_where_no_node_is_left_nothing_is_advised() -> None:
         {"notice_s": math.nan},
         {"pool": "n0"},
         {"pool": ["n0", "m9"]},
+        {"problems": {"m9": ()}},
     ],
 )
 def test_what_cannot_be_is_refused_and_changes_nothing(wrong: dict[str, Any]) -> None:

@@ -12,7 +12,8 @@ from planner.test_rl_step import PRIOR, plan_of
 
 from nereus.ir.plan import Plan
 from nereus.models.memory import check_memory
-from nereus.planner.advisor import BACK, GO, STAY, Advisor, Settings
+from nereus.planner.advisor import Advisor
+from nereus.planner.decisions import BACK, GO, STAY, Settings
 from nereus.planner.live import Live
 from nereus.planner.online import Online
 from nereus.planner.rl_step import stage_time, step_time

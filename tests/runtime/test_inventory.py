@@ -15,7 +15,7 @@ import pytest
 from nereus.lang.api import resolve_text
 from nereus.models.hardware import gpu_ids
 from nereus.runtime.inventory.block import cluster_block
-from nereus.runtime.inventory.gpus import Host, NotThere, hardware_id
+from nereus.runtime.inventory.gpus import Host, NotThere, hardware_id, problems_of
 from nereus.runtime.inventory.nvml import nvidia_gpus
 from nereus.runtime.inventory.ray_nodes import hosts_of
 from nereus.runtime.inventory.rocm import amd_gpus
@@ -52,6 +52,12 @@ def test_nvidia_gpus_and_what_is_wrong_with_them() -> None:
     assert (hot.clock_mhz, hot.celsius) == (1095, 88)
     assert hot.problems == ("slowed by hardware", "slowed by hardware: too hot", "2 uncorrected memory errors")
     assert virtual.clock_mhz is virtual.celsius is virtual.uncorrected is None and virtual.problems == ()
+    told = problems_of((good, hot, virtual))
+    assert [(problem.text, problem.slows) for problem in told] == [
+        ("GPU 1 slowed by hardware", True),
+        ("GPU 1 slowed by hardware: too hot", True),
+        ("GPU 1 has 2 uncorrected memory errors", False),
+    ]
 
 
 def test_amd_gpus_and_what_is_wrong_with_them(built: Path) -> None:

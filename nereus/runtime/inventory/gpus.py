@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nereus.models.hardware import gpu_ids, gpu_type
+from nereus.planner.health import Problem
 
 _GIB = 2**30
 #: A GPU whose memory is further from the data sheet's is another part.
@@ -38,6 +40,16 @@ class Gpu:
         """Why no plan should count on it."""
         errors = (f"{self.uncorrected} uncorrected memory errors",) if self.uncorrected else ()
         return (*self.slowed, *errors)
+
+
+def problems_of(gpus: Iterable[Gpu]) -> tuple[Problem, ...]:
+    """As the advisor is told of a node."""
+    found = []
+    for gpu in gpus:
+        found += [Problem(text=f"GPU {gpu.index} {why}", slows=True) for why in gpu.slowed]
+        if gpu.uncorrected:
+            found.append(Problem(text=f"GPU {gpu.index} has {gpu.uncorrected} uncorrected memory errors", slows=False))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
