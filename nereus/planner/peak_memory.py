@@ -31,16 +31,16 @@ PRIOR: dict[str, float] = {
     "logits": 0.8,
     "constant": 1.0,
 }
-#: State is known to the byte but for the program's own habits; what a reading adds is not.
+#: State and scores are known to the byte but for the program's own habits; what a reading adds is not.
 SPREAD: dict[str, float] = {
     "weights": 0.4,
     "gradients": 0.8,
     "optimizer": 0.4,
     "activations": 1.0,
-    "scores": 0.7,
+    "scores": 0.35,
     "working": 2.0,
     "logits": 1.0,
-    "constant": 3.0,
+    "constant": 2.0,
 }
 
 
@@ -49,12 +49,15 @@ def class_bytes(c: Columns) -> Floats:
     tokens = c.micro_batch * c.seq_len / c.cp
     layers = np.ceil(c.layers / c.pp)
     full = c.recompute == RECOMPUTE.index("full")
-    input_bytes = _BF16 * tokens * c.hidden / c.tp
-    # Two norms keep input and output; attention its q, k, v and output; the MLP what lies between its matrices.
-    width = 4 * c.hidden + 2 * c.hidden + 2 * c.hidden * c.kv_heads / c.heads
+    between = np.where(c.sequence_parallel > 0, c.tp, 1.0)
+    input_bytes = _BF16 * tokens * c.hidden / between
+    # Two norms keep input and output, and two dropouts their masks (models without a gated MLP have them); attention
+    # its q, k, v and output; the MLP what lies between its matrices.
+    masks = np.where(c.mlp_matrices == 3, 0.0, 2 * tokens * c.hidden)
+    width = 2 * c.hidden + 2 * c.hidden * c.kv_heads / c.heads
     width = width + np.where(c.mlp_matrices == 3, 3, 2) * c.ffn * (c.experts_per_token + c.shared_experts)
     width = width + np.where(c.expert_params > 0, 2 * c.experts_per_token * c.hidden, 0)
-    layer_bytes = _BF16 * tokens * width / c.tp
+    layer_bytes = (_BF16 * tokens * 4 * c.hidden + masks) / between + _BF16 * tokens * width / c.tp
     scores = np.where(c.flash > 0, 0.0, tokens * c.seq_len * c.heads * _SCORE_BYTES / c.tp)
     selective = c.recompute != RECOMPUTE.index("none")
     kept_scores = np.where(selective, 0.0, scores) * layers
@@ -63,16 +66,17 @@ def class_bytes(c: Columns) -> Floats:
     logits = tokens * c.vocab * _LOGIT_BYTES / c.tp
 
     table = c.vocab * c.hidden / c.tp
-    blocks = (c.params - c.expert_params - 2 * c.vocab * c.hidden) / c.layers * layers / c.tp
+    tables = np.where(c.tied > 0, 1.0, 2.0)
+    blocks = (c.params - c.expert_params - tables * c.vocab * c.hidden) / c.layers * layers / c.tp
     own = np.maximum(blocks, 0.0) + c.expert_params / c.layers * layers / c.tp / c.ep
-    held = own + table * np.where(c.pp == 1, 2.0, 1.0)
+    held = own + table * np.where(c.pp == 1, tables, 1.0)
     ranks = c.dp * c.cp
 
     def cut(kind: str) -> Floats:
         return np.where(c.sharding >= SHARDING.index(kind), ranks, 1.0)
 
     gathered = np.where(c.sharding == SHARDING.index("full"), 2 * own / layers * _WEIGHT_BYTES, 0.0)
-    last_is_fuller = logits + (kept + kept_scores) * last > (kept + kept_scores) * first
+    last_is_fuller = (c.read_last > 0) | (logits + (kept + kept_scores) * last > (kept + kept_scores) * first)
     has_logits = (c.pp == 1) | last_is_fuller
     flying = np.where(last_is_fuller, last, first)
     found = {

@@ -148,7 +148,7 @@ def _run(cells: _Row, assumed: list[str]) -> Run:
         assumed.append("precision = bf16")
     shape = (layers, hidden, heads, kv_heads, ffn, vocab)
     billions = _number(cells, "params_b") or None
-    mlp_matrices, params = _params(shape, billions, num_experts=num_experts if moe else None, assumed=assumed)
+    mlp_matrices, tables, params = _params(shape, billions, num_experts=num_experts if moe else None, assumed=assumed)
     # First layers without experts are told by the sum alone.
     others = layers * _attention_params(shape) + vocab * hidden
     expert_params = min(float(layers * num_experts * mlp_matrices * hidden * ffn), max(params - others, 0.0))
@@ -182,6 +182,9 @@ def _run(cells: _Row, assumed: list[str]) -> Run:
         sharding=_sharding(sharding.replace("-", ""), assumed),
         gradient_bytes=2 if cells["precision"] == "fp16" else 4,
         flash=not ("unfused" in note or "selective row" in note or cells["precision"] == "fp16"),
+        tied=tables == 1,
+        sequence_parallel=_sequence_parallel(note, recompute, mlp_matrices, tp, assumed),
+        read_last="logging rank" in reading,
         step_time_s=_number(cells, "step_time_s"),
         peak_mem_gb=_number(cells, "peak_mem_gb"),
         constant_bytes=_CONSTANT_BYTES[memory_reading(reading)],
@@ -209,9 +212,9 @@ def _attention_params(shape: tuple[int, ...]) -> float:
 
 def _params(
     shape: tuple[int, ...], billions: float | None, *, num_experts: int | None, assumed: list[str]
-) -> tuple[int, float]:
-    """(matrices of the MLP, parameters): whichever of gated or not, tied or not comes nearest to ``params_b``.
-    Experts are gated."""
+) -> tuple[int, int, float]:
+    """(matrices of the MLP, tables of tokens, parameters): whichever of gated or not, tied or not comes nearest to
+    ``params_b``. Experts are gated."""
     layers, hidden, _, _, ffn, vocab = shape
     mlp = hidden * ffn * (num_experts or 1)
     whole = {
@@ -221,9 +224,18 @@ def _params(
     }
     if billions is None:
         assumed.append("a gated MLP, untied embeddings")
-        return 3, whole[3, 2]
+        return 3, 2, whole[3, 2]
     nearest = min(whole, key=lambda choice: abs(whole[choice] - billions * 1e9))
-    return nearest[0], billions * 1e9
+    return *nearest, billions * 1e9
+
+
+def _sequence_parallel(note: str, recompute: str, mlp_matrices: int, tp: int, assumed: list[str]) -> bool:
+    """Models without a gated MLP are of a time before it."""
+    if "sequence parallel" in note:
+        return "selective row" not in note or recompute == "selective"
+    if tp > 1:
+        assumed.append(f"{'' if mlp_matrices == 3 else 'no '}sequence parallelism")
+    return mlp_matrices == 3
 
 
 def _sharding(word: str, assumed: list[str]) -> str:

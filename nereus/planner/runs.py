@@ -70,6 +70,11 @@ class Run:
     sharding: str
     gradient_bytes: int  # a parameter
     flash: bool  # attention never writes its scores out
+    tied: bool = False  # one table embeds tokens and makes logits
+    #: Ranks of a tensor-parallel group keep their own parts of what lies between its matrices.
+    sequence_parallel: bool = True
+    #: The peak was read on the last stage of the pipeline, else on the fullest GPU.
+    read_last: bool = False
     forward_only: bool = False  # log-probabilities, rewards, values: no backward pass, no update
     #: Seconds; GB as the row counts them. None where they were not measured.
     step_time_s: float | None = None
@@ -113,6 +118,9 @@ class Columns:
     ep: Floats
     gradient_bytes: Floats
     flash: Floats
+    tied: Floats
+    sequence_parallel: Floats
+    read_last: Floats
     forward_only: Floats
     constant_bytes: Floats
     num_microbatches: Floats

@@ -71,7 +71,7 @@ def test_rows_of_no_use_are_named_and_the_others_used(nereusc: Any, measured: st
 def test_faulty_input_has_its_code(nereusc: Any, measured: str, tmp_path: Path) -> None:
     assert "NRS7001" in nereusc("predict", __file__).stderr
     broken = tmp_path / "broken.json"
-    for text in ("{", "{}", "[]", json.dumps({"version": 1})):
+    for text in ("{", "{}", "[]", json.dumps({"version": 2})):
         broken.write_text(text)
         ran = nereusc("predict", "--calibration", str(broken), measured)
         assert ran.code == 1 and "NRS7002" in ran.stderr

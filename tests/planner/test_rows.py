@@ -62,7 +62,19 @@ def test_what_is_left_open_is_assumed_and_said() -> None:
     row = LLAMA.replace(",2,2,4,bf16,full,", ",2,2,,bf16,unstated,").replace("128256,4096,128,1,", "128256,4096,128,,")
     (read,) = read_rows(f"{HEADER}\n{row}\n", "rows.csv")
     assert read.run is not None and read.run.dp == 4 and read.run.recompute == "none"
-    assert set(read.assumed) == {"dp = 4", "micro_batch = 1", "recompute = none"}
+    assert set(read.assumed) == {"dp = 4", "micro_batch = 1", "recompute = none", "sequence parallelism"}
+
+
+def test_sequence_parallelism_is_said_by_the_note_or_the_time_of_the_model() -> None:
+    gpt = LLAMA.replace("llama,8.03,32,4096,32,8,14336", "gpt,6.7,32,4096,32,32,16384")
+    assert one(LLAMA).sequence_parallel and not one(gpt).sequence_parallel
+    assert one(gpt.replace("GiB,,", "GiB,sequence parallel; flash,")).sequence_parallel
+    assert not one(LLAMA.replace("GiB,,", "GiB,selective row = sequence parallel,")).sequence_parallel
+
+
+def test_a_peak_of_the_logging_rank_is_one_of_the_last_stage() -> None:
+    assert not one(LLAMA).read_last
+    assert one(LLAMA.replace("GiB,", "GiB of the logging rank,")).read_last
 
 
 @pytest.mark.parametrize(
