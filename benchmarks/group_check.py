@@ -29,7 +29,7 @@ from nereus.runtime.transports.groups import ProcessGroups
 from nereus.runtime.transports.sockets import open_store
 
 TIMES, WARM = 20, 2
-PIECE_BYTES, PIECES = 2 << 20, 8
+PIECES = 8
 DEADLINE_S = 60.0
 #: Of the GPU's memory that a driver may keep for later.
 SLACK_BYTES = 256 << 20
@@ -40,8 +40,8 @@ def device(number: int) -> Device:
 
 
 class Process:
-    def __init__(self, rank: int, size: int, backend: str, folder: str) -> None:
-        self.rank, self.size, self.backend = rank, size, backend
+    def __init__(self, rank: int, size: int, backend: str, piece_bytes: int, folder: str) -> None:
+        self.rank, self.size, self.backend, self.piece_bytes = rank, size, backend, piece_bytes
         self.memory = torch.device("cuda", rank) if backend == NCCL else torch.device("cpu")
         self.store: Any = open_store(os.path.join(folder, "store"), size)
 
@@ -60,7 +60,7 @@ class Process:
         """Bytes that tell the sender, the receiver and the part; the checksum is the first one."""
         for part in range(PIECES):
             first = (31 * self.rank + 7 * to + part) % 256
-            data = (torch.arange(PIECE_BYTES, device=self.memory) + first).to(torch.uint8)
+            data = (torch.arange(self.piece_bytes, device=self.memory) + first).to(torch.uint8)
             yield Parcel(self.rank * self.size + to, device(self.rank), device(to), data, first, part)
 
     def transition(self, name: str) -> None:
@@ -69,7 +69,7 @@ class Process:
         def arrived(parcel: Parcel, checksum: int) -> None:
             nonlocal come
             come += 1
-            expected = (torch.arange(PIECE_BYTES, device=self.memory) + checksum).to(torch.uint8)
+            expected = (torch.arange(self.piece_bytes, device=self.memory) + checksum).to(torch.uint8)
             sender = parcel.tag // self.size
             assert checksum == (31 * sender + 7 * self.rank + parcel.part) % 256, "another piece than was expected"
             assert torch.equal(parcel.data, expected), "a wrong byte"
@@ -79,7 +79,7 @@ class Process:
                 number * self.size + self.rank,
                 device(number),
                 device(self.rank),
-                torch.zeros(PIECE_BYTES, dtype=torch.uint8, device=self.memory),
+                torch.zeros(self.piece_bytes, dtype=torch.uint8, device=self.memory),
                 part=part,
             )
             for number in range(self.size)
@@ -115,7 +115,7 @@ class Process:
                 transport.abort("a drill")
 
             threading.Timer(0.5, abort).start()
-            into = Parcel(0, device(1), device(0), torch.zeros(PIECE_BYTES, dtype=torch.uint8, device=self.memory))
+            into = Parcel(0, device(1), device(0), torch.zeros(self.piece_bytes, dtype=torch.uint8, device=self.memory))
             try:
                 transport.exchange([], [into], lambda *_: None, 3600.0)
                 raise AssertionError("nothing came, and the wait ended well")
@@ -129,10 +129,10 @@ class Process:
         return taken
 
 
-def process(rank: int, size: int, backend: str, folder: str) -> None:
+def process(rank: int, size: int, backend: str, piece_bytes: int, folder: str) -> None:
     if backend == NCCL:
         torch.cuda.set_device(rank)
-    at = Process(rank, size, backend, folder)
+    at = Process(rank, size, backend, piece_bytes, folder)
     before = (0, 0, 0, 0)
     for number in range(WARM + TIMES):
         if number == WARM:  # what is made once is there
@@ -156,13 +156,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=BACKENDS, default=NCCL if torch.cuda.is_available() else GLOO)
     parser.add_argument("--procs", type=int, default=3, help="over gloo (default: 3)")
+    parser.add_argument("--piece-kb", type=int, default=2048, help="of each of eight pieces (default: 2048)")
     args = parser.parse_args()
     size = torch.cuda.device_count() if args.backend == NCCL else args.procs
     if not size:
         print("no GPU: nothing to try NCCL on")
         return 2
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(process, args=(size, args.backend, folder), nprocs=size)
+        torch.multiprocessing.spawn(process, args=(size, args.backend, args.piece_kb << 10, folder), nprocs=size)
     return 0
 
 

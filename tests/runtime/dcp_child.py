@@ -1,4 +1,4 @@
-"""One of four ranks that save the tests' model by torch alone: ``dcp_child.py FOLDER ROWS COLUMNS STEPS RANK STORE``.
+"""Four ranks that save the tests' model by torch alone: ``dcp_child.py FOLDER ROWS COLUMNS STEPS STORE``.
 
 All tensors are DTensors over a mesh of ROWS x COLUMNS, cut by rows over its first axis, and matrices by columns over
 its second; weights and moments are those of the unmoved run after so many steps."""
@@ -10,13 +10,14 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
+import torch.multiprocessing
 from runtime.session_job import unmoved
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 
-def main(folder: str, rows: int, columns: int, steps: int, rank: int, store: str) -> None:
+def save(rank: int, folder: str, rows: int, columns: int, steps: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, 4), rank=rank, world_size=4)
     mesh = DeviceMesh("cpu", torch.arange(4).reshape(rows, columns))
@@ -36,4 +37,6 @@ def main(folder: str, rows: int, columns: int, steps: int, rank: int, store: str
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:6]), sys.argv[6])
+    args = (sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5])
+    # Forked: torch is imported once, and has started no thread yet.
+    torch.multiprocessing.start_processes(save, args=args, nprocs=4, start_method="fork")

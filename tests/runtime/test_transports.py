@@ -425,7 +425,7 @@ def test_all_groups_of_a_process_can_be_ended_from_another_thread(tmp_path: Path
 
 @pytest.mark.procs
 def test_the_check_for_machines_with_gpus_passes_over_gloo(repo_root: Path) -> None:
-    command = [sys.executable, "benchmarks/group_check.py", "--backend", "gloo", "--procs", "2"]
+    command = [sys.executable, "benchmarks/group_check.py", "--backend", "gloo", "--procs", "2", "--piece-kb", "64"]
     done = subprocess.run(command, check=False, cwd=repo_root, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "every byte right, nothing left behind" in done.stdout
