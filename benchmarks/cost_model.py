@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent
 DATA = ROOT / "data" / "measurements.csv"
 NUM_FOLDS = 10
 #: Rows that a new cluster is calibrated on, and how many draws of them.
-FEW, NUM_DRAWS = 6, 20
+FEW, NUM_DRAWS = 6, 60
 #: Layouts whose step times differ by less are not ranked.
 APART = 0.03
 #: Clusters with many layouts of one model, by the beginning of their rows' ids.

@@ -34,15 +34,15 @@ _TOO_LARGE = 1e100
 STEP_TIME = Beliefs(
     prior=np.log(step_time.class_array(step_time.PRIOR)),
     spread=step_time.class_array(step_time.SPREAD),
-    everywhere=0.5,
+    everywhere=0.2,
     by_label={
-        "gpu": 0.3, "format": 0.3, "gpu-format": 0.15, "publisher": 0.3, "cluster": 0.3, "set": 0.15, "sharding": 0.15,
+        "gpu": 0.2, "format": 0.2, "gpu-format": 0.15, "publisher": 0.2, "cluster": 0.2, "set": 0.15, "sharding": 0.15,
     },
     near=0.1,
     reach=2.0,
     near_label="set",
     noise=0.03,
-    freedom=4.0,
+    freedom=3.0,
 )  # fmt: skip
 
 PEAK_MEMORY = Beliefs(

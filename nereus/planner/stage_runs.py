@@ -57,6 +57,7 @@ def run_of_stage(plan: Plan, stage: Stage, source: str = "") -> Run:
         sharding="full" if stage.fsdp else SHARDING[stage.zero],
         gradient_bytes=_GRADIENT_BYTES,
         flash=True,
+        sequence_parallel=stage.sp or stage.tp == 1,
         forward_only=not stage.is_train,
     )
 
@@ -83,6 +84,7 @@ def columns_of_stage(name: str, layouts: Sequence[tuple[Plan, Settings]]) -> tup
     found = columns([run]).wide(len(layouts)) | {
         **{key: numbers(key) for key in ("tp", "pp", "cp", "vp", "ep")},
         "dp": dp,
+        "sequence_parallel": np.maximum(numbers("sp"), numbers("tp") == 1),
         "micro_batch": micro_batch,
         "num_microbatches": np.maximum(samples / (dp * micro_batch), 1.0),
         "recompute": np.array(recompute, float),

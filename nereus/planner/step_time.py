@@ -22,8 +22,9 @@ import numpy as np
 from nereus.planner.runs import RECOMPUTE, SHARDING, Columns, Floats
 
 _BF16 = 2
-#: Reads and writes of one activation per layer and pass outside matrix multiplications (norms, residuals, activation).
-_ELEMENTWISE_ACCESSES = 14
+#: Reads and writes of one activation per layer and pass outside matrix multiplications: norms and residuals, which
+#: without sequence parallelism every rank of a tensor-parallel group does whole, and the MLP's activation.
+_NORM_ACCESSES, _ACTIVATION_ACCESSES = 6, 8
 #: Reads and writes of each attention score where scores are written out (product, mask, softmax, dropout).
 _SCORE_ACCESSES, _FLASH_SHARE = 6, 0.1
 #: Width (elements) and length (tokens) at which ``narrow`` and ``short`` are as long as the multiplication itself.
@@ -127,7 +128,8 @@ def class_seconds(c: Columns) -> Floats:
     gemm = busy * passes * layers * 2 * tokens * (attention + mlp) / c.tp / c.flops_per_s
     core = busy * core_passes * layers * 4 * tokens * c.seq_len * c.hidden / c.tp / c.flops16_per_s
     scores = busy * core_passes * layers * tokens * c.seq_len * c.heads / c.tp * _BF16 * _SCORE_ACCESSES
-    elementwise = busy * passes * layers * boundary * _ELEMENTWISE_ACCESSES / c.tp / c.hbm_bytes_per_s
+    accesses = _NORM_ACCESSES / np.where(c.sequence_parallel > 0, c.tp, 1.0) + _ACTIVATION_ACCESSES / c.tp
+    elementwise = busy * passes * layers * boundary * accesses / c.hbm_bytes_per_s
     held = (c.params - c.expert_params) / (c.tp * c.pp) + c.expert_params / (c.tp * c.pp) / c.ep
     ranks = c.dp * c.cp
     shards = np.where((c.sharding == 0), 1.0, ranks)

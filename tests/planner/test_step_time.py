@@ -126,3 +126,9 @@ def test_many_runs_at_once_are_each_alone() -> None:
     together = class_seconds(columns(runs))
     assert np.array_equal(together, np.concatenate([class_seconds(columns([run])) for run in runs]))
     assert np.isfinite(together).all() and (together >= 0).all()
+
+
+def test_sequence_parallelism_divides_norms_too() -> None:
+    """6 of 14 accesses are those of norms and residuals."""
+    apart, shared = (seconds(replace(GPT3, sequence_parallel=sp))["elementwise"] for sp in (False, True))
+    assert apart / shared == pytest.approx((6 + 8 / 8) / (14 / 8))
