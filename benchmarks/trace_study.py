@@ -25,7 +25,7 @@ from nereus.replay.jobs import SITES, Site, job, limits_of
 from nereus.replay.policies import Static
 from nereus.replay.run import run
 from nereus.replay.space import Space
-from nereus.replay.study import POLICIES, Study, study
+from nereus.replay.study import USUAL, Study, study
 from nereus.replay.trace import Trace
 from nereus.replay.world import World
 
@@ -62,7 +62,7 @@ def one(site: Site, recipe: Recipe, budget: bool, *, model_error: float) -> Resu
     start = time.process_time()
     calibration, num_nodes = calibrate(()), NODES[site.name]
     tokens = BUDGET_TOKENS if budget else None
-    trace = generate(recipe, num_nodes=num_nodes, gpus_per_node=site.gpus_per_node)
+    trace = generate(recipe, [site.gpus_per_node] * num_nodes)
     plan = job(site, num_nodes, max_tokens=tokens, prompts=PROMPTS, mini_batch=MINI_BATCH)
     found = study(plan, trace, calibration, model_error=model_error)
     cpu_s = time.process_time() - start
@@ -87,12 +87,12 @@ def large(steps: int = 1000) -> Study:
     """To 1,024 GPUs of the MI250X cluster, in doublings from one node, while lengths grow."""
     site = next(site for site in SITES if site.name == "mi250x")
     plan = job(site, 128, prompts=4096, mini_batch=1024)
-    trace = generate(Recipe(lengths="growth", pool="elastic", steps=steps), num_nodes=128, gpus_per_node=8)
+    trace = generate(Recipe(lengths="growth", pool="elastic", steps=steps), [8] * 128)
     return study(plan, trace, calibrate(()), policies=("sleep-wake", "payback", "ours"))
 
 
 def tables(results: Sequence[Result], scale: Study | None) -> list[str]:
-    names = [*POLICIES, "offline"]
+    names = [*USUAL, "offline"]
     lines = [f"{len(results)} traces; predictions off by 5 % a layout.", ""]
     columns = ("policy", "s a step", "mean regret", "worst", "changes", "share between steps", "worst stall, s", "OOM")
     lines += [f"| {' | '.join(columns)} |"]
@@ -107,7 +107,7 @@ def tables(results: Sequence[Result], scale: Study | None) -> list[str]:
             f"{max(o.worst_stall_s for o in outcomes):.0f} | {sum(o.overflows for o in outcomes)} |"
         )
     lines += ["", "Regret on each trace, and the fixed plans of frameworks against `ours` (times as long):", ""]
-    shown = list(POLICIES)
+    shown = list(USUAL)
     lines.append(f"| cluster, trace | {' | '.join(shown)} | {' | '.join(FRAMEWORKS)} | CPU s |")
     lines.append("|---" * (len(shown) + len(FRAMEWORKS) + 2) + "|")
     for result in results:

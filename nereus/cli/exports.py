@@ -1,4 +1,4 @@
-"""``nereusc fit --plan``: a calibration from what a framework wrote down of a run."""
+"""What a framework wrote down of a run: read for ``nereusc replay``, and learned from (``nereusc fit --plan``)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from nereus.cli.errors import CommandError
 from nereus.cli.exit_codes import ExitCode, for_diagnostics
@@ -13,22 +14,30 @@ from nereus.cli.files import STDIN, display_name, keep_inputs, write_text
 from nereus.cli.measurements import percent
 from nereus.cli.output import Output, table
 
+if TYPE_CHECKING:
+    from nereus.planner.exports.read import Export
+
+
+def load_export(file: str) -> Export:
+    from nereus.planner.exports.read import read_export
+
+    try:
+        return read_export(display_name(file), sys.stdin.buffer.read() if file == STDIN else None)
+    except OSError as error:
+        raise CommandError(f"cannot read {file}: {error.strerror}") from None
+
 
 def fit_export(args: argparse.Namespace, out: Output) -> int:
     from nereus.lang.api import load_plan
     from nereus.planner.calibration import calibrate, to_document
     from nereus.planner.exports.learn import learn_export
-    from nereus.planner.exports.read import read_export
 
     loaded = load_plan(args.plan)
     out.diagnostics(loaded.diagnostics)
     if loaded.plan is None:
         return for_diagnostics(loaded.diagnostics)
     keep_inputs(args.output, [source.path for source in loaded.sources])
-    try:
-        export = read_export(display_name(args.file), sys.stdin.buffer.read() if args.file == STDIN else None)
-    except OSError as error:
-        raise CommandError(f"cannot read {args.file}: {error.strerror}") from None
+    export = load_export(args.file)
     online, fits = learn_export(export, loaded.plan, calibrate(()))
     write_text(args.output, json.dumps(to_document(online.calibration())) + "\n")
     if out.json:

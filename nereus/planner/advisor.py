@@ -39,7 +39,7 @@ from nereus.planner.decisions import BACK, CHECKPOINT, GO, STAY, USUAL, Decision
 from nereus.planner.health import Health, Problem
 from nereus.planner.limits import Limits, Serves
 from nereus.planner.outlook import Outlook
-from nereus.planner.pools import nodes_of, on_most_nodes, survives
+from nereus.planner.pools import nodes_of, on_most_nodes, survives, worth_trying
 from nereus.planner.rl_step import step_time
 from nereus.planner.search import Found, search
 from nereus.planner.smallest import least
@@ -244,7 +244,8 @@ class Advisor:
         used = nodes_of(present)
         # Without a notice the nodes are gone, and nothing on them can be read; of what was saved everything can.
         lost = leaving if now.notice_s is None and not self._waits else frozenset[str]()
-        ways = ((self._pool,), (self._there if leaving else used,)) if leaving or faulty else ((used, self._pool),)
+        fit, there = worth_trying(self._home, self._pool), worth_trying(self._home, self._there)
+        ways = (fit, there if leaving else (used,)) if leaving or faulty else ((used, *fit),)
         look = _Look(
             best=(), present_s=step_time(present, self.calibration).seconds, length=float(present.workload.response_len)
         )
@@ -264,7 +265,7 @@ class Advisor:
         roomy = self._roomy(ahead)
         for pool in pools:
             placed = on_most_nodes(roomy, pool, lost=lost)
-            if placed is not None and (nodes_of(placed) == pool or pool == pools[-1]):
+            if placed is not None and (nodes_of(placed) == pool or pool != nodes_of(present) or pool == pools[-1]):
                 best = search(placed, self.calibration, count=self.settings.num_targets, limits=self.limits).best
                 found += [self._target(present, present_s, each) for each in best if self.calibration.fits(each.plan)]
         if nodes_of(present) != pools[-1]:  # the same degrees on other nodes often stop the job for less

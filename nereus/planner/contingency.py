@@ -14,7 +14,7 @@ from nereus.ir.cluster import Device, Node
 from nereus.ir.plan import Plan
 from nereus.passes.coarse import coarse
 from nereus.planner.calibration import Calibration
-from nereus.planner.pools import nodes_of, on_most_nodes, survives
+from nereus.planner.pools import nodes_of, on_most_nodes, survives, worth_trying
 from nereus.planner.search import Found, search
 
 if TYPE_CHECKING:
@@ -53,10 +53,11 @@ def contingencies(
         left = [node for node in home.cluster.nodes if node.name in pool and node.name != name]
         alike = tuple(_kind(node) for node in left)
         if alike not in known:
-            placed = on_most_nodes(home, [node.name for node in left], lost=(name,))
-            if placed is not None:
-                best = search(placed, calibration, count=1).best
-                known[alike] = placed, best[0] if best else None
+            for names in worth_trying(home, [node.name for node in left]):
+                placed = on_most_nodes(home, names, lost=(name,))
+                best = () if placed is None else search(placed, calibration, count=1).best
+                if placed is not None and (alike not in known or (best and _better(best[0], known[alike][1]))):
+                    known[alike] = placed, best[0] if best else None
         placed, best_there = known.get(alike, (home, None))
         if best_there is None:
             found.append(Contingency(node=name, plan=None))
@@ -76,6 +77,10 @@ def _costed(plan: Plan, moved: Plan, name: str, seconds: float, *, compiled: boo
     return Contingency(
         node=name, plan=moved, seconds=seconds, stop_s=stop_s, survives=alive, transition=transition
     )  # fmt: skip
+
+
+def _better(found: Found, known: Found | None) -> bool:
+    return known is None or found.cost < known.cost
 
 
 def _kind(node: Node) -> tuple[object, ...]:

@@ -2,7 +2,8 @@
 
 The trend is the median slope of the logarithms of the last lengths (Theil and Sen: one odd batch does not turn it).
 Nothing says how long it lasts; the rule that loses least without knowing is to expect that what has lasted n steps
-lasts n more, so the horizon doubles while nothing changes and starts anew when something does.
+lasts n more, so the horizon doubles while nothing changes. Where things have changed k times in T steps, they are taken
+to go on changing so (Laplace: k + 1 times in T), which is what there is to expect right after a change.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Outlook:
 
     def __init__(self, remaining_steps: int | None = None) -> None:
         self._logs: deque[float] = deque(maxlen=_WINDOW)
-        self._lasted = 0
+        self._lasted = self._seen = self._changes = 0
         self._remaining = remaining_steps
 
     def observe(self, length: float) -> None:
@@ -34,18 +35,22 @@ class Outlook:
         if broken:  # a jump: what was before it says nothing of what comes
             self._logs.clear()
             self._lasted = 0
+            self._changes += 1
         self._logs.append(value)
         self._lasted += 1
+        self._seen += 1
         if self._remaining is not None:
             self._remaining = max(0, self._remaining - 1)
 
     def restart(self) -> None:
         """Something else changed, the pool for one."""
         self._lasted = min(self._lasted, 1)
+        self._changes += 1
 
     @property
     def horizon_steps(self) -> int:
-        return self._lasted if self._remaining is None else min(self._lasted, self._remaining)
+        steps = max(self._lasted, self._seen // (self._changes + 1))
+        return steps if self._remaining is None else min(steps, self._remaining)
 
     @property
     def slope(self) -> float:

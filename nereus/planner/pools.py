@@ -1,14 +1,14 @@
 """The stages of a plan on other nodes: fewer after a loss, more after a growth.
 
 Every process group keeps its share of the pool: what covered the nodes a to b of N covers a * M / N to b * M / N of M,
-on the same GPUs of each node. Degrees stay where they are legal there; else the nearest legal ones are taken, so that a
-search has a plan to start from. What is best there is the search's to find.
+on the same GPUs of each node, or on all of each where it had all. Degrees stay where they are legal there; else the
+nearest legal ones are taken, so that a search has a plan to start from. What is best there is the search's to find.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from nereus.ir.cluster import Device
@@ -23,6 +23,14 @@ from nereus.passes.hold import hold
 def nodes_of(plan: Plan) -> frozenset[str]:
     """Nodes that some stage uses."""
     return frozenset(device.node for stage in plan.stages for device in stage.devices)
+
+
+def worth_trying(plan: Plan, names: Collection[str]) -> tuple[frozenset[str], ...]:
+    """Pools within ``names``, the whole last: where GPUs are unlike the slowest sets the pace of a stage, so that fewer
+    and faster ones may be the better."""
+    speed = {node.name: node.gpu.bf16_tflops for node in plan.cluster.nodes if node.name in names}
+    steps = sorted(set(speed.values()), reverse=True)
+    return tuple(frozenset(name for name in speed if speed[name] >= least) for least in steps) or (frozenset(),)
 
 
 def survives(old: Plan, new: Plan) -> bool:
@@ -40,7 +48,7 @@ def on_nodes(plan: Plan, names: Collection[str], *, lost: Collection[str] = ()) 
     num_gpus = {node.name: node.num_gpus for node in plan.cluster.nodes}
     moved = plan
     for owner in plan.owners():
-        devices = _moved(owner.devices, order, pool)
+        devices = _moved(owner.devices, order, pool, num_gpus)
         if any(device.index >= num_gpus[device.node] for device in devices):
             return None
         mine = {stage.name for stage in members(plan, owner)}
@@ -67,12 +75,16 @@ def on_most_nodes(plan: Plan, names: Collection[str], *, lost: Collection[str] =
     return None
 
 
-def _moved(devices: Sequence[Device], order: Sequence[str], pool: Sequence[str]) -> tuple[Device, ...]:
+def _moved(
+    devices: Sequence[Device], order: Sequence[str], pool: Sequence[str], num_gpus: Mapping[str, int]
+) -> tuple[Device, ...]:
     places = sorted(order.index(name) for name in {device.node for device in devices})
     first, last = places[0], places[-1] + 1
     start = min(first * len(pool) // len(order), len(pool) - 1)
     end = max(start + 1, last * len(pool) // len(order))
     indexes = sorted({device.index for device in devices})
+    if len(devices) == sum(num_gpus[name] for name in order[first:last]):  # all of each node, however many that are
+        return tuple(Device(name, index) for name in pool[start:end] for index in range(num_gpus[name]))
     return tuple(Device(name, index) for name in pool[start:end] for index in indexes)
 
 

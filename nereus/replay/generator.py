@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nereus.replay.trace import Row, Trace
@@ -54,12 +54,13 @@ class Recipe:
         return f"{self.lengths}-{self.pool}{'-drift' if self.drift else ''}-{self.steps}-{self.seed}"
 
 
-def generate(recipe: Recipe, *, num_nodes: int, gpus_per_node: int) -> Trace:
-    """On a cluster of equal nodes. ValueError for a recipe that is none."""
+def generate(recipe: Recipe, gpus: Sequence[int]) -> Trace:
+    """``gpus``: of each node, in the order in which nodes come and go. ValueError for a recipe that is none."""
     if recipe.lengths not in LENGTHS or recipe.pool not in POOLS or recipe.steps < 1:
         raise ValueError(f"no such trace: {recipe}; lengths are {', '.join(LENGTHS)}, pools {', '.join(POOLS)}")
-    dice = random.Random(f"{recipe.name} {num_nodes} {gpus_per_node}")
-    pools = _pools(recipe, num_nodes, dice)
+    kinds = " ".join(str(number) for number in dict.fromkeys(gpus))
+    dice = random.Random(f"{recipe.name} {len(gpus)} {kinds}")
+    pools = _pools(recipe, len(gpus), dice)
     level, dip = 1.0, (0, 0)
     if recipe.drift:
         start = dice.randrange(recipe.steps)
@@ -74,7 +75,7 @@ def generate(recipe: Recipe, *, num_nodes: int, gpus_per_node: int) -> Trace:
             Row(
                 response_mean=round(mean, 1),
                 response_max=round(tail * mean, 1),
-                gpus=nodes * gpus_per_node,
+                gpus=sum(gpus[:nodes]),
                 notice_s=notice_s,
                 efficiency=round(level * (0.85 if dip[0] <= step < dip[1] else 1.0), 4),
             )

@@ -3,6 +3,7 @@
 All choose from the same plans, by the same predictions, at the lengths that they saw last. Fixed ones hold the degrees
 that fit until the longest responses, which whoever configures a job without a system like this one has to know before.
 
+    as-run       the plan that is given, all along; where it cannot be, as sleep-wake
     static       degrees fixed; a changed pool is a restart from the checkpoint
     sleep-wake   degrees fixed; replicas go and come with the pool, live (what verl's resource controller does)
     every-K      the best plan each K steps
@@ -91,6 +92,19 @@ class Static(_Base):
             return self.best(view)
         number = self.space.number(placed)
         return number if self.space.fits(number, view.response_mean) else self.best(view)
+
+
+class AsRun(Static):
+    """What a recorded run took."""
+
+    def __init__(self) -> None:
+        super().__init__(live=True)
+        self.name = "as-run"
+
+    def first(self, world: World) -> int:
+        self.space = world.space
+        start = self.space.number(self.space.start)
+        return start if world.can_run(0, start) else super().first(world)
 
 
 class EveryK(_Base):

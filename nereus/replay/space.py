@@ -17,9 +17,9 @@ from nereus.models.memory.state import owner_of
 from nereus.passes.coarse import coarse
 from nereus.planner.calibration import Calibration
 from nereus.planner.limits import NO_LIMITS, Limits
-from nereus.planner.pools import nodes_of, on_most_nodes, survives
+from nereus.planner.pools import nodes_of, on_most_nodes, survives, worth_trying
 from nereus.planner.rl_step import Order, order_of, stage_time
-from nereus.planner.search import search
+from nereus.planner.search import Found, search
 
 #: Of neighbouring lengths on the grid.
 RATIO = 1.15
@@ -86,21 +86,24 @@ class Space:
         return self._nodes[number] <= self.pool(num_nodes)
 
     def placed(self, plan: Plan, num_nodes: int) -> Plan | None:
-        """With the degrees of ``plan`` as far as they are legal on the first nodes."""
-        return on_most_nodes(plan, self.nodes[:num_nodes])
+        """With the degrees of ``plan`` as far as they are legal on the first nodes; without those that are slower than
+        any that it has."""
+        pools = worth_trying(plan, self.pool(num_nodes) | nodes_of(plan))
+        alike = next(names for names in pools if nodes_of(plan) <= names) & self.pool(num_nodes)
+        return on_most_nodes(plan, alike or self.pool(num_nodes))
 
     def choices(self, num_nodes: int, length: float) -> tuple[int, ...]:
         """The best plans on the first nodes at lengths like this, best first; empty where none fits."""
         part = _part(length * (1 + HEADROOM))
         if (num_nodes, part) not in self._choices:
-            placed = self.placed(self.start, num_nodes)
-            found: tuple[int, ...] = ()
-            if placed is not None:
-                searched = search(
-                    at_length(placed, RATIO**part), self.calibration, count=NUM_CHOICES, limits=self.limits
-                )
-                found = tuple(self.number(each.plan) for each in searched.best)
-            self._choices[num_nodes, part] = found
+            found: list[Found] = []
+            for names in worth_trying(self.start, self.pool(num_nodes)):
+                placed = on_most_nodes(self.start, names)
+                if placed is not None:
+                    now = at_length(placed, RATIO**part)
+                    found += search(now, self.calibration, count=NUM_CHOICES, limits=self.limits).best
+            best = sorted(found, key=lambda each: each.cost)[:NUM_CHOICES]
+            self._choices[num_nodes, part] = tuple(dict.fromkeys(self.number(each.plan) for each in best))
         return self._choices[num_nodes, part]
 
     # What they take ------------------------------------------------------------------------------------------------

@@ -9,13 +9,15 @@ from nereus.ir.diagnostic import DiagnosticError
 from nereus.ir.plan import Plan
 from nereus.planner.calibration import Calibration
 from nereus.replay.offline import optimum
-from nereus.replay.policies import AnyGain, EveryK, Ours, Payback, Static
+from nereus.replay.policies import AnyGain, AsRun, EveryK, Ours, Payback, Static
 from nereus.replay.run import Outcome, Policy, run
 from nereus.replay.space import Space
 from nereus.replay.trace import Trace, no_trace
 from nereus.replay.world import World
 
+AS_RUN = "as-run"
 POLICIES: Mapping[str, Callable[[], Policy]] = {
+    AS_RUN: AsRun,
     "static": Static,
     "sleep-wake": lambda: Static(live=True),
     "every-3": lambda: EveryK(3),
@@ -23,6 +25,8 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
     "payback": Payback,
     "ours": Ours,
 }
+#: On a trace that nobody ran; a run of one's own is compared with what it took.
+USUAL = tuple(name for name in POLICIES if name != AS_RUN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +50,7 @@ def study(
     trace: Trace,
     calibration: Calibration,
     *,
-    policies: Sequence[str] = tuple(POLICIES),
+    policies: Sequence[str] = USUAL,
     model_error: float = 0.05,
     noise: float = 0.02,
     seed: int = 0,

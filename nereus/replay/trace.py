@@ -119,6 +119,8 @@ def write_trace(trace: Trace) -> str:
     """As ``read_trace`` reads it."""
     lines = [",".join(("step", *ALIASES))]
     for step, row in enumerate(trace.rows):
-        cells = (row.response_mean, row.response_max, row.gpus, row.notice_s, row.efficiency, row.step_s)
+        # Where both were written, the efficiency would count.
+        efficiency = row.efficiency if row.step_s is None else None
+        cells = (row.response_mean, row.response_max, row.gpus, row.notice_s, efficiency, row.step_s)
         lines.append(",".join((str(step), *("" if cell is None else f"{cell:.6g}" for cell in cells))))
     return "\n".join(lines) + "\n"

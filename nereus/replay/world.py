@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from itertools import accumulate
 
 from nereus.ir.diagnostic import DiagnosticError
 from nereus.replay.space import Space
@@ -110,22 +111,15 @@ class World:
 
 def _num_nodes(space: Space, trace: Trace) -> list[int]:
     """Of every step."""
-    gpus = {node.num_gpus for node in space.start.cluster.nodes}
-    found, now = [], len(space.nodes)
+    first = tuple(accumulate(node.num_gpus for node in space.start.cluster.nodes))
+    nodes = {gpus: number for number, gpus in enumerate(first, start=1)}
+    found, now = [], len(first)
     for step, row in enumerate(trace.rows):
         if row.gpus is not None:
-            now, odd = divmod(row.gpus, max(gpus))
-            if len(gpus) > 1:
-                why = f"step {step} has {row.gpus} GPUs; which ones is not known where nodes have {_listed(gpus)}"
+            if row.gpus not in nodes:
+                some = ", ".join(map(str, first[:4])) + (f", ... {first[-1]}" if len(first) > 4 else "")
+                why = f"step {step} has {row.gpus} GPUs; the first nodes of the plan's cluster have {some}"
                 raise DiagnosticError([no_trace(trace.name, why)])
-            if odd or not 1 <= now <= len(space.nodes):
-                least, most = max(gpus), max(gpus) * len(space.nodes)
-                why = f"step {step} has {row.gpus} GPUs; the plan's cluster has {least} to {most} in equal nodes"
-                raise DiagnosticError([no_trace(trace.name, why)])
+            now = nodes[row.gpus]
         found.append(now)
     return found
-
-
-def _listed(gpus: Collection[int]) -> str:
-    *most, last = map(str, sorted(gpus))
-    return f"{', '.join(most)} or {last} of them"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,23 @@ def test_bad_input_is_told(nereusc, job: Path, tmp_path: Path) -> None:
     assert ran.code == 1 and "NRS7005" in ran.stderr
     assert "NRS7005" in nereusc("replay", str(job), str(tmp_path / "job.plan")).stderr
     assert nereusc("replay", str(job), "--steps", "3", "--write-trace", str(job)).code == 1
-    job.write_text(COLOCATED.replace("cluster {", 'cluster { node m0 { gpus = 2 x "a100-sxm-80gb" }', 1))
-    ran = nereusc("replay", str(job), "--steps", "3", "--pool", "spot")
-    assert ran.code == 1 and "which ones is" in ran.stderr
+    bad.write_text("response_mean,gpus\n900,12\n")
+    ran = nereusc("replay", str(job), str(bad))
+    assert ran.code == 1 and "step 0 has 12 GPUs; the first nodes of the plan's cluster have 8, 16" in ran.stderr
+    assert nereusc("replay", str(job), str(bad), "--export", str(bad)).code == 64
+    ran = nereusc("replay", str(job), "--export", str(bad))
+    assert ran.code == 1 and "NRS7006" in ran.stderr
+
+
+def test_the_example_of_the_docs(nereusc, repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run as verl printed it, replayed: what it took is what it says."""
+    monkeypatch.chdir(repo_root)
+    (command,) = re.findall(r"^    nereusc (replay \S+ --export \S+)", Path("docs/trace-study.md").read_text(), re.M)
+    ran = nereusc(*command.split())
+    assert ran.code == 0 and "its steps calibrate the prediction" in ran.stdout and "saved to as-run" in ran.stdout
+    found = nereusc(*command.split(), "--json").json()
+    check_schema(found, "replay")
+    assert found["export"] == command.split()[-1] and len(found["drift"]) == found["num_steps"] == 3
+    took = {policy["policy"]: policy for policy in found["policies"]}
+    assert took["as-run"]["steps_s"] == pytest.approx([59.437, 60.91, 62.5])
+    assert took["as-run"]["num_changes"] == 0 and took["offline"]["total_s"] <= took["as-run"]["total_s"]

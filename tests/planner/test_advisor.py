@@ -71,7 +71,7 @@ def test_the_reference_moves_with_every_look() -> None:
     advisor = Advisor(plan_of(text()), PRIOR, pinned=["actor.train", "actor.generate", "ref.infer"])
     drive(advisor, [1500, 1500, 1500, 2100])
     assert [decision.trigger for decision in advisor.log] == ["drift", "", "", "drift"]
-    assert advisor.horizon_steps == 1.0  # the last length was a jump: nothing has lasted
+    assert advisor.horizon_steps == 2.0  # the last length was a jump: one change in four steps
     assert all(decision.action == STAY for decision in advisor.log)
 
 

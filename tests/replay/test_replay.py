@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from statistics import median
+
 import pytest
 from planner.test_rl_step import COLOCATED, PRIOR, plan_of
 
 from nereus.ir.diagnostic import DiagnosticError
+from nereus.planner.exports.read import Export, Step
+from nereus.planner.rl_step import step_time
 from nereus.replay.generator import LENGTHS, POOLS, Recipe, generate
 from nereus.replay.policies import AnyGain, Ours, Static
+from nereus.replay.recorded import recorded
 from nereus.replay.run import run
 from nereus.replay.space import Space
-from nereus.replay.study import POLICIES, study
+from nereus.replay.study import USUAL, study
 from nereus.replay.trace import Row, Trace, read_trace, write_trace
 from nereus.replay.world import INTERRUPTED_AT, RESTART_S, World
 
@@ -30,9 +36,9 @@ def space() -> Space:
 
 @pytest.mark.parametrize("pool", ["fixed", "spot", "failing"])
 def test_nobody_is_better_than_the_optimum(space: Space, pool: str) -> None:
-    trace = generate(Recipe(lengths="growth", pool=pool, steps=30, losses=4, drift=True), num_nodes=4, gpus_per_node=8)
+    trace = generate(Recipe(lengths="growth", pool=pool, steps=30, losses=4, drift=True), [8] * 4)
     found = study(space.start, trace, PRIOR, space=space)
-    assert [outcome.policy for outcome in found.outcomes] == [*POLICIES, "offline"]
+    assert [outcome.policy for outcome in found.outcomes] == [*USUAL, "offline"]
     for outcome in found.outcomes:
         assert found.regret(outcome) >= -1e-9
         assert len(outcome.plans) == 30 and outcome.total_s > 0
@@ -117,16 +123,16 @@ def test_generated_traces_are_what_their_seed_says() -> None:
     for lengths in LENGTHS:
         for pool in POOLS:
             recipe = Recipe(lengths=lengths, pool=pool, steps=40, drift=True, seed=3)
-            trace = generate(recipe, num_nodes=4, gpus_per_node=8)
-            assert trace == generate(recipe, num_nodes=4, gpus_per_node=8)
+            trace = generate(recipe, [8] * 4)
+            assert trace == generate(recipe, [8] * 4)
             assert len(trace.rows) == 40
             assert all(row.gpus is not None and 8 <= row.gpus <= 32 for row in trace.rows)
     with pytest.raises(ValueError, match="no such trace"):
-        generate(Recipe(lengths="odd"), num_nodes=4, gpus_per_node=8)
+        generate(Recipe(lengths="odd"), [8] * 4)
 
 
 def test_a_trace_is_read_as_it_was_written() -> None:
-    trace = generate(Recipe(lengths="growth", pool="spot", losses=9), num_nodes=4, gpus_per_node=8)
+    trace = generate(Recipe(lengths="growth", pool="spot", losses=9), [8] * 4)
     assert read_trace(write_trace(trace), trace.name) == trace
 
 
@@ -174,3 +180,56 @@ def test_a_pool_that_the_cluster_does_not_have_is_told(space: Space) -> None:
 def test_lengths_at_which_nothing_fits_are_told(space: Space) -> None:
     with pytest.raises(DiagnosticError, match="no layout fits in step 0"):
         study(space.start, flat([1, 1], length=900_000.0), PRIOR, policies=["static"])
+
+
+def test_where_nodes_are_unlike_the_fast_ones_alone_are_tried() -> None:
+    """Eight H100 a node and four A100: nobody has to take the slow ones. GPUs are counted in the order of nodes."""
+    text = COLOCATED.replace("cluster {", 'cluster { node m[0-1] { gpus = 4 x "a100-sxm-80gb" }').replace(
+        "on = n[0-1]", "on = [n[0-1], m[0-1]]"
+    ).replace("mini_batch = 256", "mini_batch = 192").replace("prompts = 64", "prompts = 96")  # fmt: skip
+    text = text.replace("tp = 2  pp = 2", "tp = 4").replace("max_response = 4096", "max_response = 16384")
+    space = Space(plan_of(text), PRIOR)
+    assert space.nodes == ("m0", "m1", "n0", "n1")
+    trace = Trace(
+        name="unlike",
+        rows=tuple(Row(response_mean=1500.0, gpus=gpus, notice_s=120.0) for gpus in (4, 8, 16, 24, 24, 24, 16, 24)),
+    )
+    world = World(space, trace, noise=0.0)
+    assert world.num_nodes == [1, 2, 3, 4, 4, 4, 3, 4]
+    (best, *_) = space.choices(4, 1500)
+    assert {device.node for stage in space.plans[best].stages for device in stage.devices} == {"n0", "n1"}
+    kept = space.placed(space.plans[best], 3)
+    assert kept is not None and {d.node for stage in kept.stages for d in stage.devices} == {"n0"}
+    found = study(space.start, trace, PRIOR, space=space, policies=("sleep-wake", "any-gain", "ours"))
+    for outcome in found.outcomes:
+        assert found.regret(outcome) >= -1e-9
+        for step, number in enumerate(outcome.plans):
+            assert space.runs_on(number, world.num_nodes[step])
+
+
+def test_a_written_trace_keeps_the_seconds_of_a_run() -> None:
+    rows = (Row(response_mean=900.0, step_s=40.0), Row(response_mean=950.0, efficiency=0.9))
+    again = read_trace(write_trace(Trace(name="run", rows=rows)), "run.csv")
+    assert again.rows == rows
+
+
+def test_an_export_is_a_trace_of_what_it_took() -> None:
+    """Machines that slow down by a fifth: predictions learn the usual pace, and the drift is what is left."""
+    plan = plan_of(COLOCATED)
+    lengths = [1000.0 + 50 * step for step in range(12)]
+    slower = [1.0 + 0.2 * step / 11 for step in range(12)]
+    steps = []
+    for number, (length, factor) in enumerate(zip(lengths, slower, strict=True)):
+        at = replace(plan, workload=replace(plan.workload, response_len=round(length), prompt_len=300))
+        seconds = None if number == 5 else 1.7 * factor * step_time(at, PRIOR).seconds
+        steps.append(Step(number=number, step_s=seconds, response_len=length, prompt_len=299.5, parts_s=()))
+    ran = recorded(Export(framework="any", steps=tuple(steps)), plan, PRIOR, name="a run")
+    assert ran.plan.workload.prompt_len == 300
+    assert [row.step_s for row in ran.trace.rows] == [step.step_s for step in steps]
+    assert [row.response_mean for row in ran.trace.rows] == lengths
+    assert len(ran.drift) == 11 and ran.drift[-1] / ran.drift[0] == pytest.approx(1.2, rel=0.05)
+    assert ran.trace.rows[5].efficiency == pytest.approx(1 / median(ran.drift))
+    found = study(ran.plan, ran.trace, ran.calibration, policies=("as-run",), model_error=0, noise=0)
+    took = found.outcomes[0].steps_s
+    assert [s for n, s in enumerate(took) if n != 5] == pytest.approx([s.step_s for s in steps if s.step_s is not None])
+    assert took[5] == pytest.approx((took[4] + took[6]) / 2, rel=0.1)

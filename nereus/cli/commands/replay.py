@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nereus.cli.errors import UsageError
 from nereus.cli.exit_codes import ExitCode, for_diagnostics
+from nereus.cli.exports import load_export
 from nereus.cli.files import display_name, keep_inputs, read_text, write_text
 from nereus.cli.measurements import percent, read_calibration
 from nereus.cli.options import add_json, add_output_format
@@ -14,6 +15,8 @@ from nereus.cli.output import Output, table
 
 if TYPE_CHECKING:
     from nereus.ir.plan import Plan
+    from nereus.planner.calibration import Calibration
+    from nereus.replay.recorded import Recorded
     from nereus.replay.run import Outcome
     from nereus.replay.study import Study
     from nereus.replay.trace import Trace
@@ -27,6 +30,11 @@ _MOST_STEPS = 100_000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="PLAN", help="the job; its cluster lists all nodes that may be there")
     parser.add_argument("trace", metavar="TRACE.csv", nargs="?", help="one step a row (default: a generated trace)")
+    parser.add_argument(
+        "--export", metavar="FILE",
+        help="the trace is what a run of PLAN wrote: a W&B history, TensorBoard events or their folder, a console log "
+        "of verl, NeMo-RL or OpenRLHF",
+    )  # fmt: skip
     parser.add_argument("--calibration", metavar="FILE", help="what nereusc fit wrote (default: data sheets, priors)")
     parser.add_argument(
         "--policy", action="append", default=[], metavar="NAME", help="only this one, and the optimum (repeatable)"
@@ -48,9 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     from nereus.lang.api import load_plan
     from nereus.planner.calibration import calibrate
-    from nereus.replay.study import POLICIES, study
+    from nereus.replay.study import AS_RUN, POLICIES, USUAL, study
     from nereus.replay.trace import write_trace
 
+    if args.export is not None and args.trace is not None:
+        raise UsageError("--export and TRACE.csv: one trace or the other")
     for name in args.policy:
         if name not in POLICIES:
             raise UsageError(f"--policy {name}: there are {', '.join(POLICIES)}")
@@ -62,20 +72,29 @@ def run(args: argparse.Namespace, out: Output) -> int:
     out.diagnostics(loaded.diagnostics)
     if loaded.plan is None:
         return for_diagnostics(loaded.diagnostics)
-    trace = _trace(args, loaded.plan)
+    ran = None if args.export is None else _recorded(args, loaded.plan, calibration)
+    plan, trace = (ran.plan, ran.trace) if ran is not None else (loaded.plan, _trace(args, loaded.plan))
+    calibration = calibration if ran is None else ran.calibration
+    usual = USUAL if all(row.step_s is None for row in trace.rows) else (AS_RUN, *USUAL)
     found = study(
-        loaded.plan, trace, calibration, policies=tuple(dict.fromkeys(args.policy)) or tuple(POLICIES),
+        plan, trace, calibration, policies=tuple(dict.fromkeys(args.policy)) or usual,
         model_error=args.model_error, noise=args.noise, seed=args.seed,
     )  # fmt: skip
     if args.write_trace is not None:
-        inputs = [args.file, *(source.path for source in loaded.sources), *([args.trace] if args.trace else [])]
+        inputs = [args.file, *(source.path for source in loaded.sources), *filter(None, (args.trace, args.export))]
         keep_inputs(args.write_trace, inputs)
         write_text(args.write_trace, write_trace(trace))
     if out.json:
-        out.document("replay", _json(args, found))
+        out.document("replay", _json(args, found, ran))
     else:
-        _print(args, found, out)
+        _print(args, found, out, ran)
     return ExitCode.OK
+
+
+def _recorded(args: argparse.Namespace, plan: Plan, calibration: Calibration) -> Recorded:
+    from nereus.replay.recorded import recorded
+
+    return recorded(load_export(args.export), plan, calibration, name=display_name(args.export))
 
 
 def _trace(args: argparse.Namespace, plan: Plan) -> Trace:
@@ -90,15 +109,16 @@ def _trace(args: argparse.Namespace, plan: Plan) -> Trace:
     if not 1 <= args.steps <= _MOST_STEPS:
         raise UsageError(f"--steps {args.steps}: from 1 to {_MOST_STEPS}")
     recipe = Recipe(lengths=args.lengths, pool=args.pool, drift=args.drift, steps=args.steps, seed=args.seed)
-    nodes = plan.cluster.nodes
-    return generate(recipe, num_nodes=len(nodes), gpus_per_node=nodes[0].num_gpus)
+    return generate(recipe, [node.num_gpus for node in plan.cluster.nodes])
 
 
-def _json(args: argparse.Namespace, found: Study) -> dict[str, Any]:
+def _json(args: argparse.Namespace, found: Study, ran: Recorded | None) -> dict[str, Any]:
     return {
         "plan": args.file,
         "trace": found.world.trace.name,
         "calibration": args.calibration,
+        "export": args.export,
+        "drift": None if ran is None else list(ran.drift),
         "num_steps": found.world.num_steps,
         "model_error": args.model_error,
         "noise": args.noise,
@@ -133,10 +153,12 @@ def _layout(found: Study, number: int) -> str:
     )
 
 
-def _print(args: argparse.Namespace, found: Study, out: Output) -> None:
+def _print(args: argparse.Namespace, found: Study, out: Output, ran: Recorded | None) -> None:
     world = found.world
     out.print(f"{args.file} on {world.trace.name}: {world.num_steps} steps")
-    if args.calibration is None:
+    if ran is not None:
+        out.print(_said_of(ran))
+    elif args.calibration is None:
         out.print("from data sheets and priors alone: --calibration names what nereusc fit learned")
     first = found.outcomes[0]
     rows = []
@@ -161,6 +183,12 @@ def _print(args: argparse.Namespace, found: Study, out: Output) -> None:
     out.print("regret: beyond the offline optimum, which knows the trace; between: stops, restarts, steps given up")
     out.print()
     out.print("\n".join(_chart(found)))
+
+
+def _said_of(ran: Recorded) -> str:
+    if not ran.drift:
+        return "its stages calibrate the prediction; no whole step was timed"
+    return f"its steps calibrate the prediction, and take {min(ran.drift):.2f} to {max(ran.drift):.2f} times that"
 
 
 def _chart(found: Study) -> list[str]:

@@ -16,8 +16,9 @@ ROLES = ("generate", "logprob", "ref", "value", "reward", "actor", "critic")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """``steps``: columns that number the steps, best first; ``total``: seconds of the whole step. ``parts``: seconds
-    that belong to these roles together. ``peaks``: GiB that an allocator handed out at most."""
+    """``steps``: columns that number the steps, best first; ``total``: seconds of the whole step. ``lengths``,
+    ``longest``: of a step's responses. ``parts``: seconds that belong to these roles together. ``peaks``: GiB that an
+    allocator handed out at most."""
 
     name: str
     steps: tuple[str, ...]
@@ -25,11 +26,12 @@ class Framework:
     lengths: tuple[str, ...]
     prompts: tuple[str, ...]
     parts: Mapping[str, tuple[str, ...]]
+    longest: tuple[str, ...] = ()
     peaks: tuple[str, ...] = ()
 
     @property
     def known(self) -> frozenset[str]:
-        return frozenset((*self.total, *self.lengths, *self.prompts, *self.parts, *self.peaks))
+        return frozenset((*self.total, *self.lengths, *self.longest, *self.prompts, *self.parts, *self.peaks))
 
 
 VERL = Framework(
@@ -37,6 +39,7 @@ VERL = Framework(
     steps=("training/global_step",),
     total=("timing_s/step", "perf/time_per_step"),
     lengths=("response_length/mean",),
+    longest=("response_length/max",),
     prompts=("prompt_length/mean",),
     parts={
         "timing_s/gen": ("generate",),

@@ -27,6 +27,7 @@ class Step:
     prompt_len: float | None
     parts_s: tuple[tuple[tuple[str, ...], float], ...]
     peak_bytes: float | None = None
+    response_max: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,5 +98,6 @@ def _step(number: int, metrics: Mapping[str, float], framework: Framework) -> St
         response_len=first(framework.lengths),
         prompt_len=first(framework.prompts),
         parts_s=parts,
+        response_max=first(framework.longest),
         peak_bytes=peak_gib * _GIB if peak_gib is not None else None,
     )
