@@ -198,6 +198,11 @@ def main(
             kind = "kill"
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if kind in ("kill store", "kill both", "stop store"):
+            assert fault is not None
+            os.kill(fault["pid"], signal.SIGSTOP if kind == "stop store" else signal.SIGKILL)
+        if kind == "kill both":
+            os.kill(os.getpid(), signal.SIGKILL)
         if kind == "stop":
             _wake_later(deadline_s * 2.5)
             os.kill(os.getpid(), signal.SIGSTOP)

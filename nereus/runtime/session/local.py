@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -36,6 +36,7 @@ from nereus.runtime.faults import CANNOT_START, STORE_LOST, Fault
 from nereus.runtime.providers.base import Machine
 from nereus.runtime.session.members import device_of, report_loss
 from nereus.runtime.session.record import Record
+from nereus.runtime.session.replicated import connected
 
 #: Untyped in part.
 dist: Any = torch.distributed
@@ -46,7 +47,8 @@ _POLL_S = 0.02
 class LocalProcesses:
     """``target``: ``module:function``; each process calls ``function(store=..., device=..., spawn=..., **args)``.
     ``args``: plain values. ``name``: of the job. ``cluster``: the nodes that this machine plays, None: any.
-    ``env``: added to the environment.
+    ``env``: added to the environment. ``stores``: processes that keep the job's store, an odd number; the job outlives
+    the loss of less than half of them (``keepers``: theirs, by number).
 
     A process that ends, whatever its code, is told to the others at once; a device that a plan needs gets one.
     """
@@ -60,22 +62,20 @@ class LocalProcesses:
         cluster: Cluster | None = None,
         env: Mapping[str, str] | None = None,
         start_s: float = 60.0,
+        stores: int = 1,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="nereus-job-")
         # torch warns of every wait on the store that ended by its deadline; faults say what matters of that.
         environ = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **(env or {})}
         environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-        self._store_process = _python("store", [], environ)
-        assert self._store_process.stdout is not None
-        self.port = int(self._store_process.stdout.readline() or 0)
-        if not self.port:
+        self.keepers = [_python("store", [], environ) for _ in range(stores)]
+        ports = [int(keeper.stdout.readline() or 0) for keeper in self.keepers if keeper.stdout is not None]
+        if not all(ports):
             raise Fault(CANNOT_START, "the process that keeps the job's store did not start")
-        self.store = dist.TCPStore(
-            "127.0.0.1", self.port, None, False, timedelta(seconds=start_s), wait_for_workers=False
-        )
+        self.store = connect(ports, start_s)
         self.record = Record(self.store, name, 0)
         job = Path(self._folder.name, "job")
-        job.write_bytes(encode({"target": target, "port": self.port}))
+        job.write_bytes(encode({"target": target, "ports": ports}))
         out = os.dup(1)
         self._nursery = _python("nursery", [str(job), str(out)], environ, pass_fds=(out,))
         os.close(out)
@@ -156,7 +156,7 @@ class LocalProcesses:
 
     def close(self) -> None:
         self._closing = True
-        for process in (self._nursery, self._store_process):
+        for process in (self._nursery, *self.keepers):
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -219,6 +219,13 @@ class LocalProcesses:
                     # The job that asked goes on without it at its deadline; here is why.
                     print(f"job {name}: {fault}", file=sys.stderr, flush=True)
             time.sleep(_POLL_S)
+
+
+def connect(ports: Sequence[int], start_s: float) -> Any:
+    """To the store that processes of this machine keep."""
+    if len(ports) > 1:
+        return connected([f"127.0.0.1:{port}" for port in ports], start_s=start_s)
+    return dist.TCPStore("127.0.0.1", ports[0], None, False, timedelta(seconds=start_s), wait_for_workers=False)
 
 
 def asking(record: Record) -> Callable[[Device, str], None]:

@@ -13,22 +13,17 @@ import select
 import sys
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed
 
 from nereus.kernels import native
 from nereus.runtime.codec import decode
-from nereus.runtime.session.local import asking
+from nereus.runtime.session.local import asking, connect
 from nereus.runtime.session.members import telling
 from nereus.runtime.session.record import Record
 from nereus.runtime.worker import die_with
-
-#: Untyped in part.
-dist: Any = torch.distributed
 
 
 def main(job_path: str, out: int) -> None:
@@ -76,7 +71,7 @@ def _child(nursery: int, out: int, target: Any, job: dict[str, Any], device: str
     def work() -> None:
         os.dup2(out, 1)
         os.close(0)
-        store = dist.TCPStore("127.0.0.1", job["port"], None, False, timedelta(seconds=60), wait_for_workers=False)
+        store = connect(job["ports"], 60.0)
         record = Record(store, job["name"], 0)
         with telling(record):
             target(store=store, device=device, spawn=asking(record), **job["args"])

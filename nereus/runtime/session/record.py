@@ -20,6 +20,7 @@ import torch.distributed
 
 from nereus.runtime.codec import CodecError, decode, encode
 from nereus.runtime.faults import DEADLINE, PARTICIPANT_FAILED, STORE_LOST, Fault, first_line
+from nereus.runtime.session.replicated import ReplicatedStore
 from nereus.runtime.transports import agreement
 
 #: Untyped in part.
@@ -34,11 +35,13 @@ class Record:
     def __init__(self, store: Any, name: str, me: int) -> None:
         self.me = me
         self.store = dist.PrefixStore(name, store)
+        self._kept = store  # torch's wrapper does not, where it is none of torch's own
 
     def apart(self) -> Record:
         """The same entries over a connection of its own, for another thread."""
         found = Record.__new__(Record)
-        found.me, found.store = self.me, self.store.clone() if hasattr(self.store, "clone") else self.store
+        found.me, found._kept = self.me, self._kept
+        found.store = self.store.clone() if hasattr(self.store, "clone") else self.store
         return found
 
     @property
@@ -73,7 +76,7 @@ class Record:
     def await_silently(self, key: str, closed: Callable[[], bool]) -> None:
         """Until ``key`` is there, in the store itself where it can: at once, and without a question meanwhile. Whoever
         shares this connection waits too."""
-        if not isinstance(base_of(self.store), dist.TCPStore):
+        if not isinstance(base_of(self.store), dist.TCPStore | ReplicatedStore):
             while not closed() and not self.has(key):
                 time.sleep(_LONGEST_POLL_S)
             return
@@ -168,11 +171,20 @@ def base_of(store: Any) -> Any:
     return store
 
 
+def servers_of(store: Any) -> tuple[Any, ...]:
+    """Connections to the processes that keep it and are left; none for a store that has no process of its own."""
+    store = base_of(store)
+    if isinstance(store, ReplicatedStore):
+        return tuple(each for each in store.stores if each is not None)
+    return (store,) if isinstance(store, dist.TCPStore) else ()
+
+
 def own_address(store: Any) -> str:
     """That of this machine from which it reaches the store; for a store that has no address, this machine only."""
-    store = base_of(store)
-    if not isinstance(store, dist.TCPStore):
+    servers = servers_of(store)
+    if not servers:
         return "127.0.0.1"
+    store = servers[0]
     family, _, _, _, at = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(at)  # sends nothing
