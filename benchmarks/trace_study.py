@@ -106,6 +106,7 @@ def tables(results: Sequence[Result], scale: Study | None) -> list[str]:
             f"{100 * sum(sum(o.between_s) for o in outcomes) / sum(o.total_s for o in outcomes):.2f}% | "
             f"{max(o.worst_stall_s for o in outcomes):.0f} | {sum(o.overflows for o in outcomes)} |"
         )
+    lines += ["", "Mean regret:", "", *_bars(names, results)]
     lines += ["", "Regret on each trace, and the fixed plans of frameworks against `ours` (times as long):", ""]
     shown = list(USUAL)
     lines.append(f"| cluster, trace | {' | '.join(shown)} | {' | '.join(FRAMEWORKS)} | CPU s |")
@@ -127,6 +128,14 @@ def tables(results: Sequence[Result], scale: Study | None) -> list[str]:
                 f"{100 * outcome.share_between:.3f}% | {outcome.worst_stall_s:.1f} |"
             )
     return lines
+
+
+def _bars(names: Sequence[str], results: Sequence[Result]) -> list[str]:
+    """One # for a tenth of a percent."""
+    means = [fmean(result.study.regret(result.study.outcomes[n]) for result in results) for n in range(len(names))]
+    return [
+        f"    {name:10} {'#' * round(1000 * mean)} {100 * mean:.2f}%" for name, mean in zip(names, means, strict=True)
+    ]
 
 
 def main() -> None:
