@@ -14,7 +14,8 @@ ALLOWED = {
     "lang": {"numpy", "lark", "yaml"},
     "passes": {"numpy", "networkx", "ortools"},
     "sim": {"numpy"},
-    "planner": {"numpy"},
+    # TensorBoard reads its own event files; protobuf is what it speaks.
+    "planner": {"numpy", "tensorboard", "google"},
     "verify": {"numpy"},
     "cli": {"numpy", "rich"},
     "runtime": {"numpy"} | FRAMEWORKS,

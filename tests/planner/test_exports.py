@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import struct
+import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.test_rl_step import COLOCATED, PRIOR, plan_of
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.util.tensor_util import make_tensor_proto
 
 from nereus.ir.diagnostic import DiagnosticError
 from nereus.planner.exports.learn import learn_export, stages_of
@@ -95,27 +100,39 @@ def test_openrlhf_in_tensorboard_and_on_the_console() -> None:
         )
 
 
-def test_scalars_that_are_written_as_tensors() -> None:
-    """As TensorBoard's newer writers do: (dtype, float_val) or (dtype, tensor_content)."""
+def test_scalars_that_are_written_as_tensors(tmp_path: Path) -> None:
+    """By TensorBoard's writer: floats, doubles and whole numbers; a text and a histogram beside them are no scalars."""
+    writer = EventFileWriter(str(tmp_path))
+    for step, value in enumerate((np.float32(61.5), np.float64(62.5), np.int64(63)), start=1):
+        scalar = Summary.Value(tag="train/timing/step_total", tensor=make_tensor_proto(value))
+        text = Summary.Value(tag="train/rollout/response_length_mean", tensor=make_tensor_proto(b"900"))
+        rows = Summary.Value(tag="train/timing/generation", tensor=make_tensor_proto(np.ones((4, 3))))
+        writer.add_event(Event(step=step, summary=Summary(value=[scalar, rows] if step > 1 else [text, scalar])))
+    writer.close()
+    found = read_export(str(tmp_path))
+    assert [(step.number, step.step_s) for step in found.steps] == [(1, 61.5), (2, 62.5), (3, 63.0)]
+    assert not any(step.parts_s for step in found.steps)
 
-    def field(number: int, data: bytes) -> bytes:
-        return bytes([number << 3 | 2, len(data)]) + data
 
-    def event(step: int, tensor: bytes) -> bytes:
-        tag = b"train/timing/step_total"
-        record = bytes([2 << 3, step]) + field(5, field(1, field(1, tag) + field(8, tensor)))
-        return struct.pack("<Q", len(record)) + b"crc!" + record + b"crc!"
+def test_a_file_that_is_still_written_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    whole = (DATA / "events.out.tfevents.1790000000.host.1.0").read_bytes()
+    path = tmp_path / "events.out.tfevents.1.host"
+    path.write_bytes(whole[:-9])
+    assert [step.number for step in read_export(str(path)).steps] == [1, 2, 3]
+    path.write_bytes(whole[: len(whole) // 2])
+    assert 1 <= len(read_export(str(path)).steps) < 3
+    path.write_bytes(b"no event file at all")
+    with pytest.raises(DiagnosticError, match="is no export"):
+        read_export(str(path))
 
-    packed = event(1, bytes([8, 1]) + field(5, struct.pack("<f", 61.5)))
-    content = event(2, bytes([8, 2]) + field(4, struct.pack("<d", 62.5)))
-    cut = event(3, bytes([8, 1]) + field(5, struct.pack("<f", 63.5)))[:-9]
-    found = read_export_bytes(packed + content + cut)
-    assert [(step.number, step.step_s) for step in found.steps] == [(1, 61.5), (2, 62.5)]
+
+def test_without_tensorboard_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_file_loader", None)
+    with pytest.raises(DiagnosticError, match=r"need TensorBoard: pip install '\.\[tensorboard\]'"):
+        read("events.out.tfevents.1790000000.host.1.0")
 
 
 def read_export_bytes(data: bytes) -> Export:
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "events.out.tfevents.1.host")
         path.write_bytes(data)

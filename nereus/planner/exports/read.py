@@ -70,7 +70,7 @@ def _metrics(path: Path, data: bytes | None) -> Steps:
         if not files:
             raise NotRead("the folder has no event files")
         for file in files:
-            for step, values in read_events(file.read_bytes()).items():
+            for step, values in read_events(file).items():
                 found.setdefault(step, {}).update(values)
         return found
     try:
