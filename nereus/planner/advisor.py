@@ -30,6 +30,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from nereus.ir.cluster import Device
 from nereus.ir.plan import Plan, Workload
 from nereus.passes.coarse import coarse
 from nereus.planner.admission import RentOrBuy
@@ -156,12 +157,28 @@ class Advisor:
                     f"{what}: the cluster of the job's first plan has no node {', '.join(sorted(unknown))}"
                 )
 
-    def prepare(self, response_len: float) -> tuple[Contingency, ...]:
+    def replan(self, plan: Plan, lost: Collection[Device]) -> Plan:
+        """What a session asks after a loss (``nereus.attach(replan=advisor.replan)``): the decision, logged as any, at
+        the lengths of the last boundary, without the nodes of ``lost``. ValueError: no layout fits without them."""
+        before = self.log[-1] if self.log else None
+        decision = self.observe(
+            step=0 if before is None else before.step,
+            response_len=self._reference if before is None else before.response_len,
+            plan=plan,
+            pool=self._there - {device.node for device in lost},
+        )
+        if decision.plan is None:
+            raise ValueError(decision.reason)
+        return decision.plan
+
+    def prepare(self, response_len: float, *, compiled: bool = False) -> tuple[Contingency, ...]:
         """Where to go when a node fails, for each that the plan uses; a loss at about these lengths then needs no
-        search."""
+        search. ``compiled``: with its transition, and so the stop that this would take."""
         self.refuse(response_len=response_len)
         now = _at_length(self.plan, response_len)
-        found = contingencies(now, self.calibration, home=self._home, pool=self._pool)
+        found = contingencies(
+            now, self.calibration, home=self._home, pool=self._pool, limits=self.limits, compiled=compiled
+        )
         self._prepared = {each.node: each for each in found}
         self._prepared_for = _keys(now), response_len
         return found
@@ -364,7 +381,9 @@ class Advisor:
         if ready is not None and ready.plan is not None:
             plan = _at_length(ready.plan, now.response_len)
             action = GO if ready.survives else CHECKPOINT
-            return self._stay(now, trigger, f"{ready.node} failed; the plan was ready", action=action, plan=plan)
+            reason = f"{ready.node} failed; the plan was ready"
+            reason += f", a stop of {ready.stop_s:.1f} s" if ready.survives else ", but not all state survives"
+            return self._stay(now, trigger, reason, action=action, plan=plan)
         if self._waits and look.best:
             reason = (
                 f"a layout fits on {', '.join(sorted(nodes_of(look.best[0].found.plan)))}: go on from what was saved"

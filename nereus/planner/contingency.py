@@ -14,6 +14,7 @@ from nereus.ir.cluster import Device, Node
 from nereus.ir.plan import Plan
 from nereus.passes.coarse import coarse
 from nereus.planner.calibration import Calibration
+from nereus.planner.limits import NO_LIMITS, Limits
 from nereus.planner.pools import nodes_of, on_most_nodes, survives, worth_trying
 from nereus.planner.search import Found, search
 
@@ -40,10 +41,12 @@ def contingencies(
     *,
     home: Plan | None = None,
     pool: Collection[str] | None = None,
+    limits: Limits = NO_LIMITS,
     compiled: bool = False,
 ) -> tuple[Contingency, ...]:
     """For each node that ``plan``, which runs, uses. ``home``: a plan of the job whose cluster lists all nodes;
-    ``pool``: those that are there (default: those of ``plan``). ``compiled``: compile every change as well."""
+    ``pool``: those that are there (default: those of ``plan``). ``limits``: of the searches. ``compiled``: compile
+    every change as well."""
     home = replace(home or plan, workload=plan.workload)
     pool = nodes_of(plan) if pool is None else frozenset(pool)
     of_name = {node.name: node for node in home.cluster.nodes}
@@ -55,7 +58,7 @@ def contingencies(
         if alike not in known:
             for names in worth_trying(home, [node.name for node in left]):
                 placed = on_most_nodes(home, names, lost=(name,))
-                best = () if placed is None else search(placed, calibration, count=1).best
+                best = () if placed is None else search(placed, calibration, count=1, limits=limits).best
                 if placed is not None and (alike not in known or (best and _better(best[0], known[alike][1]))):
                     known[alike] = placed, best[0] if best else None
         placed, best_there = known.get(alike, (home, None))

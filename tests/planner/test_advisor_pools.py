@@ -9,6 +9,7 @@ import pytest
 from planner.test_advisor import text
 from planner.test_rl_step import PRIOR, plan_of
 
+from nereus.ir.cluster import Device
 from nereus.planner.advisor import Advisor
 from nereus.planner.decisions import CHECKPOINT, GO, STAY
 from nereus.planner.live import Live
@@ -42,6 +43,17 @@ def test_what_was_made_ready_is_used_when_the_node_fails() -> None:
 
 #: Two of these nodes hold the job, one does not.
 SMALL = text().replace("n[0-1] { gpus = 8", "n[0-3] { gpus = 2").replace("n[0-1]", "n[0-3]")
+
+
+def test_a_session_asks_the_advisor_after_a_loss() -> None:
+    advisor = watched()
+    (ready, *_) = [each for each in advisor.prepare(1100, compiled=True) if each.node == "n2"]
+    assert ready.transition is not None
+    plan = advisor.replan(advisor.plan, [Device("n2", 3)])
+    assert nodes_of(plan) <= {"n0", "n1", "n3"} and plan.cluster.lost == ("n2",)
+    assert advisor.log[-1].trigger == "lost" and f"a stop of {ready.stop_s:.1f} s" in advisor.log[-1].reason
+    with pytest.raises(ValueError, match="no layout fits on no node"):
+        advisor.replan(plan, [Device(name, 0) for name in NODES])
 
 
 def test_where_nothing_fits_the_job_is_saved_and_waits_until_something_does() -> None:

@@ -9,6 +9,7 @@ from nereus.models.memory import check_memory
 from nereus.passes.coarse import coarse
 from nereus.passes.pipeline import compile_transition
 from nereus.planner.contingency import contingencies
+from nereus.planner.limits import Limits
 from nereus.planner.pools import nodes_of, on_most_nodes, on_nodes
 from nereus.planner.search import search
 
@@ -61,6 +62,14 @@ def test_there_is_a_plan_for_the_loss_of_each_node() -> None:
 def test_a_contingency_can_be_compiled() -> None:
     (first, *_) = contingencies(plan_of(FOUR), PRIOR, compiled=True)
     assert first.transition is not None and first.stop_s == first.transition.timeline.stop_s
+
+
+def test_a_contingency_keeps_to_what_the_program_can_serve() -> None:
+    limits = Limits(serves=lambda stage: stage.tp == 8)
+    for each in contingencies(
+        plan_of(FOUR.replace("tp = 2", "tp = 8").replace("pp = 2", "pp = 1")), PRIOR, limits=limits
+    ):
+        assert each.plan is not None and {stage.tp for stage in each.plan.stages} == {8}
 
 
 def test_state_that_only_one_node_holds_does_not_survive_it() -> None:

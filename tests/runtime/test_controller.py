@@ -24,6 +24,8 @@ import nereus
 from nereus.ir.cluster import Device
 from nereus.ir.plan import Model, Plan
 from nereus.models.slots import default_slots
+from nereus.planner.advisor import Advisor
+from nereus.planner.calibration import calibrate
 from nereus.runtime.faults import CANNOT_START, PROCESS_ENDED, WRONG_STATE, Fault
 from nereus.runtime.session.controller import Controller
 from nereus.runtime.session.local import LocalProcesses
@@ -176,6 +178,27 @@ def test_a_process_killed_in_a_change(tmp_path: Path, who: str, phase: str) -> N
         assert led.plan.path == rest.path and versions == list(range(1, STEPS + 1))
         assert [o.plan.path for o in led.outcomes] == [TP2_DP2.path, DP4.path, rest.path]
         good(tmp_path, rest.path, 3)
+
+
+def test_the_advisor_says_how_to_go_on_without_a_node(tmp_path: Path) -> None:
+    """Two nodes of two devices hold the same; one process of the second is killed, and with it the node is given up."""
+    slots = default_slots(trains=True, precision="fp32", optimizer="adam")
+    first = replace(trainer(cluster(2, 2), arch=ARCH, slots=slots, tp=2), path="both")
+    advisor = Advisor(first, calibrate(()), pinned=["actor.train"])
+    with job(tmp_path, first, replan=advisor.replan) as led:
+        led.start({"step": 0})
+        versions = []
+        for boundary in led.boundaries():
+            versions.append(boundary.version)
+            if boundary.version == 2:
+                advisor.prepare(float(first.workload.response_len))
+            if boundary.version == 3 and led.epoch == 1:
+                os.kill(next(m.pid for m in led.members if str(m.device) == "n1.gpu0"), signal.SIGKILL)
+        assert versions == list(range(1, STEPS + 1))
+        assert {device.node for stage in led.plan.stages for device in stage.devices} == {"n0"}
+        assert [(said.trigger, said.action) for said in advisor.log] == [("lost", "go")]
+        assert "the plan was ready" in advisor.log[0].reason
+        good(tmp_path, led.plan.path, 2)
 
 
 def test_several_processes_a_device(tmp_path: Path) -> None:

