@@ -11,14 +11,17 @@ from typing import Any
 
 import pynvml
 import pytest
+from planner.test_rl_step import COLOCATED, PRIOR, plan_of
 
 from nereus.lang.api import resolve_text
 from nereus.models.hardware import gpu_ids
+from nereus.planner.advisor import Advisor
 from nereus.runtime.inventory.block import cluster_block
 from nereus.runtime.inventory.gpus import Host, NotThere, hardware_id, problems_of
 from nereus.runtime.inventory.nvml import nvidia_gpus
 from nereus.runtime.inventory.ray_nodes import hosts_of
 from nereus.runtime.inventory.rocm import amd_gpus
+from nereus.runtime.inventory.xids import Xids
 
 SOURCES = Path(__file__).parent / "inventory_libraries"
 
@@ -50,14 +53,28 @@ def test_nvidia_gpus_and_what_is_wrong_with_them() -> None:
     assert (good.clock_mhz, good.max_clock_mhz, good.celsius, good.uncorrected) == (1980, 1980, 34, 0)
     assert good.problems == ()
     assert (hot.clock_mhz, hot.celsius) == (1095, 88)
-    assert hot.problems == ("slowed by hardware", "slowed by hardware: too hot", "2 uncorrected memory errors")
+    slowed = ("slowed by hardware", "slowed by hardware: too hot")
+    faults = ("2 uncorrected memory errors", "bad memory rows wait for a reset")
+    assert hot.problems == (*slowed, *faults) and hot.faults == faults
     assert virtual.clock_mhz is virtual.celsius is virtual.uncorrected is None and virtual.problems == ()
-    told = problems_of((good, hot, virtual))
-    assert [(problem.text, problem.slows) for problem in told] == [
-        ("GPU 1 slowed by hardware", True),
-        ("GPU 1 slowed by hardware: too hot", True),
-        ("GPU 1 has 2 uncorrected memory errors", False),
+    told = [(problem.text, problem.slows) for problem in problems_of((good, hot, virtual), {1: (79,)})]
+    assert told == [(f"GPU 1: {why}", True) for why in slowed] + [
+        (f"GPU 1: {why}", False) for why in (*faults, "XID 79")
     ]
+
+
+@pytest.mark.usefixtures("driver")
+def test_xids_that_no_application_brings_about_are_kept() -> None:
+    with Xids() as xids:
+        assert xids.seen() == xids.seen() == {1: (79, 48)}
+        advisor = Advisor(plan_of(COLOCATED), PRIOR, pool=["n0", "n1"])
+        problems = {
+            "n1": problems_of(nvidia_gpus()[:1], xids.seen()),
+            "n0": problems_of(nvidia_gpus()[1:2], xids.seen()),
+        }
+        decision = advisor.observe(step=1, response_len=1500, problems=problems)
+    assert problems["n1"] == () and [node for node, _ in decision.unfit] == ["n0"]
+    assert decision.trigger == "health" and "XID 79; GPU 1: XID 48" in decision.unfit[0][1]
 
 
 def test_amd_gpus_and_what_is_wrong_with_them(built: Path) -> None:
@@ -72,6 +89,8 @@ def test_a_machine_without_a_driver_says_so(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(pynvml, "nvmlLib", None)
     with pytest.raises(NotThere, match="no NVIDIA driver"):
         nvidia_gpus()
+    with pytest.raises(NotThere, match="NVML does not start"):
+        Xids()
     with pytest.raises(NotThere, match="no AMD driver"):
         amd_gpus(str(tmp_path / "librocm_smi64.so"))
 

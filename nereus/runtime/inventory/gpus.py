@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from nereus.models.hardware import gpu_ids, gpu_type
@@ -18,7 +18,8 @@ _FURTHEST = 0.25
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """``slowed``: why its clock is lower than it could be, where that is no matter of power or idleness.
-    ``uncorrected``: memory errors since the driver was loaded. None: the driver does not tell."""
+    ``uncorrected``: memory errors since the driver was loaded. ``remap``: what is wrong with the spare rows that
+    replace bad ones. None: the driver does not tell."""
 
     index: int
     name: str
@@ -29,6 +30,7 @@ class Gpu:
     celsius: int | None = None
     slowed: tuple[str, ...] = ()
     uncorrected: int | None = None
+    remap: str | None = None
 
     @property
     def hardware(self) -> str | None:
@@ -38,17 +40,22 @@ class Gpu:
     @property
     def problems(self) -> tuple[str, ...]:
         """Why no plan should count on it."""
+        return (*self.slowed, *self.faults)
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """Those that do more than to slow it."""
         errors = (f"{self.uncorrected} uncorrected memory errors",) if self.uncorrected else ()
-        return (*self.slowed, *errors)
+        return (*errors, self.remap) if self.remap else errors
 
 
-def problems_of(gpus: Iterable[Gpu]) -> tuple[Problem, ...]:
-    """As the advisor is told of a node."""
+def problems_of(gpus: Iterable[Gpu], xids: Mapping[int, Iterable[int]] | None = None) -> tuple[Problem, ...]:
+    """As the advisor is told of a node. ``xids``: by GPU, what ``Xids.seen`` says."""
     found = []
     for gpu in gpus:
-        found += [Problem(text=f"GPU {gpu.index} {why}", slows=True) for why in gpu.slowed]
-        if gpu.uncorrected:
-            found.append(Problem(text=f"GPU {gpu.index} has {gpu.uncorrected} uncorrected memory errors", slows=False))
+        found += [Problem(text=f"GPU {gpu.index}: {why}", slows=True) for why in gpu.slowed]
+        faults = (*gpu.faults, *(f"XID {xid}" for xid in (xids or {}).get(gpu.index, ())))
+        found += [Problem(text=f"GPU {gpu.index}: {why}", slows=False) for why in faults]
     return tuple(found)
 
 

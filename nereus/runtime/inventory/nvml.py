@@ -47,6 +47,10 @@ def _gpu(nvml: Any, index: int) -> Gpu:
         except nvml.NVMLError:
             return None
 
+    try:
+        _, _, pending, failed = nvml.nvmlDeviceGetRemappedRows(handle)
+    except nvml.NVMLError:
+        pending = failed = 0
     reasons = told(nvml.nvmlDeviceGetCurrentClocksThrottleReasons) or 0
     return Gpu(
         index=index,
@@ -60,4 +64,5 @@ def _gpu(nvml: Any, index: int) -> Gpu:
         uncorrected=told(
             nvml.nvmlDeviceGetTotalEccErrors, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         ),
+        remap="row remapping failed" if failed else "bad memory rows wait for a reset" if pending else None,
     )

@@ -61,6 +61,55 @@ int nvmlDeviceGetCurrentClocksThrottleReasons(nvmlDevice_t device, unsigned long
     return SUCCESS;
 }
 
+int nvmlDeviceGetRemappedRows(nvmlDevice_t device, unsigned int *corrected, unsigned int *uncorrected,
+                              unsigned int *pending, unsigned int *failure) {
+    if (device->index == 2) return NOT_SUPPORTED;
+    *corrected = *failure = 0;
+    *uncorrected = *pending = device->index;
+    return SUCCESS;
+}
+
+// Events: GPU 1 says XID 31 (an application's), 79 twice and 48, once they are listened to; GPU 2 supports none.
+typedef struct { nvmlDevice_t device; unsigned long long eventType, eventData; unsigned int gi, ci; } nvmlEventData_t;
+typedef struct nvmlEventSet_st { unsigned int registered, next; } *nvmlEventSet_t;
+static struct nvmlEventSet_st event_set;
+enum { XID = 8, TIMEOUT = 10 };
+
+int nvmlEventSetCreate(nvmlEventSet_t *set) {
+    event_set.registered = event_set.next = 0;
+    *set = &event_set;
+    return SUCCESS;
+}
+
+int nvmlEventSetFree(nvmlEventSet_t set) { return set == &event_set ? SUCCESS : INVALID_ARGUMENT; }
+
+int nvmlDeviceGetSupportedEventTypes(nvmlDevice_t device, unsigned long long *types) {
+    *types = device->index == 2 ? 0 : 0x1ULL | XID;
+    return SUCCESS;
+}
+
+int nvmlDeviceRegisterEvents(nvmlDevice_t device, unsigned long long types, nvmlEventSet_t set) {
+    if (types != XID || set != &event_set) return INVALID_ARGUMENT;
+    if (device->index == 2) return NOT_SUPPORTED;
+    set->registered |= 1u << device->index;
+    return SUCCESS;
+}
+
+int nvmlEventSetWait_v2(nvmlEventSet_t set, nvmlEventData_t *data, unsigned int timeout_ms) {
+    const unsigned long long xids[] = {31, 79, 79, 48};
+    if (timeout_ms || !(set->registered & 2) || set->next == 4) return TIMEOUT;
+    memset(data, 0, sizeof *data);
+    data->device = &devices[1];
+    data->eventType = XID;
+    data->eventData = xids[set->next++];
+    return SUCCESS;
+}
+
+int nvmlDeviceGetIndex(nvmlDevice_t device, unsigned int *index) {
+    *index = device->index;
+    return SUCCESS;
+}
+
 int nvmlDeviceGetTotalEccErrors(nvmlDevice_t device, int error, int counter, unsigned long long *count) {
     if (error != 1 || counter != 0) return INVALID_ARGUMENT;
     if (device->index == 2) return NOT_SUPPORTED;
