@@ -13,7 +13,7 @@ import numpy as np
 from nereus.ir.layout import IntArray
 from nereus.passes.diff import Diff
 from nereus.passes.lists import Lists
-from nereus.passes.router import DEPTH_COSTS, Class, Router
+from nereus.passes.router import Class, Router
 from nereus.passes.senders import Loads, Relayable, Senders
 
 #: At most such a part of them at once: what is taken in then can be relayed in the next.
@@ -23,8 +23,8 @@ PART = 1 / 16
 class BulkRouter(Router):
     """``least``: fewer demands are routed one by one."""
 
-    def __init__(self, diff: Diff, min_stripe_bytes: int, least: int) -> None:
-        super().__init__(diff, min_stripe_bytes)
+    def __init__(self, diff: Diff, min_stripe_bytes: int, least: int, depth_costs: int) -> None:
+        super().__init__(diff, min_stripe_bytes, depth_costs)
         self.least = max(least, 1)
 
     def _many(self, numbers: IntArray, of: Class) -> IntArray:
@@ -92,7 +92,7 @@ class BulkRouter(Router):
         while begin < len(numbers):
             end = min(begin + part, len(numbers))
             senders = holders + Relayable.joined([Relayable.of_rows(of.relays.known), *of.taken]).senders(lo, hi)
-            chosen, src = loads.choose(senders, end - begin, self.target_s, self.target_s / DEPTH_COSTS)
+            chosen, src = loads.choose(senders, end - begin, self.target_s, self.target_s / self.depth_costs)
             now = wanters[begin : begin + len(chosen)]
             first = self._add_all(src, now[:, 0], table, of.region, lo, hi, senders.stripe[chosen], loads)
             stripe = first + np.arange(len(chosen), dtype=np.int64)

@@ -93,7 +93,8 @@ def estimate(old: Side, new: Side) -> CoarseEstimate:
         add_model(loads, old, new, model, space)
     life = coarse_life(old, new, space)
     bound, limited = _bound(loads, space)
-    transfer = bound * OVER_BOUND + (MESSAGE_S if bound else 0.0)
+    message = MESSAGE_S if bound else 0.0
+    transfer = bound * OVER_BOUND + message
     moved = round(loads.moved_bytes)
     mode, peak, capacity = _memory(loads, life, space)
     nothing = not moved and not life.num_ops and _same_state(old, new, space)
@@ -111,7 +112,7 @@ def estimate(old: Side, new: Side) -> CoarseEstimate:
         mode="none" if nothing else mode,
         moved_bytes=moved,
         node_in_bytes_max=round(float(loads.node_in_bytes.max(initial=0.0))),
-        bound_transfer_s=bound,
+        bound_transfer_s=bound + message,
         limited_by=limited,
         transfer_s=transfer,
         drain_s=drain,

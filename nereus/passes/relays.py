@@ -29,6 +29,10 @@ class Ports:
     def busiest_s(self) -> float:
         return max((max(p, default=0.0) for p in (self.gpu_out, self.gpu_in, self.nic_out, self.nic_in)), default=0.0)
 
+    @property
+    def busiest_out_s(self) -> float:
+        return max((max(p, default=0.0) for p in (self.gpu_out, self.nic_out)), default=0.0)
+
 
 class HolderRails:
     """Rails with a holder of a class, by what they send so far; among equals the first listed."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import sqrt
 
 import numpy as np
 
 from nereus.ir.layout import IntArray
 from nereus.ir.moves import Moves
 from nereus.ir.units import MIB
+from nereus.models.priors import MESSAGE_S
 from nereus.passes.bound import Bounds
 from nereus.passes.bulk import BulkRouter
 from nereus.passes.commodities import Flow
@@ -23,9 +25,9 @@ from nereus.passes.diff_flows import DiffFlows
 from nereus.passes.hops import Hop
 from nereus.passes.links import Links
 from nereus.passes.lists import Lists, contains
-from nereus.passes.rebalance import rebalance
+from nereus.passes.rebalance import TOLERANCE, rebalance
 from nereus.passes.relays import Ports
-from nereus.passes.router import Class
+from nereus.passes.router import DEPTH_COSTS, Class
 from nereus.passes.stripes import to_moves
 
 
@@ -69,30 +71,52 @@ class Route:
             other = _Router(self, diff).follow(flows, hops)
             if _expected_s(other) < _expected_s(routed):
                 routed = other
-        if routed.ports.busiest_s > bound.transfer_s * FAR:
-            other = router.repaired(bound.transfer_s)
-            if _expected_s(other) < _expected_s(routed):
-                routed = other
+        if _expected_s(routed) > bound.transfer_s * FAR:
+            routed = self._nearer(routed, router, bound.transfer_s)
         return replace(routed, bound=bound)
+
+    def _nearer(self, best: Routed, router: _Router, bound_s: float) -> Routed:
+        """The best of ``best`` and repairs. A repair that aims at the bound itself may strand a port far beyond it, for
+        all others are full by then."""
+        for start in self._starts(router):
+            for aim in AIMS:
+                other = start.repaired(bound_s * aim)
+                if _expected_s(other) < _expected_s(best):
+                    best = other
+                if _expected_s(best) <= bound_s * FAR:
+                    return best
+                if other.ports.busiest_out_s <= bound_s * aim * (1 + TOLERANCE):
+                    break
+        return best
+
+    def _starts(self, router: _Router) -> Iterator[_Router]:
+        """The router's own result, and one with fewer relays: it ends later before its repair, and sends less deep."""
+        yield router
+        shallow = _Router(self, router.diff, depth_costs=1)
+        shallow.run()
+        yield shallow
 
 
 #: Up to so many GPUs the flow programme's own shares are tried where the router does not come near the bound.
 MAX_SPLIT_DEVICES = 256
-#: Beyond so many times the bound the router's own result is repaired.
-FAR = 1.05
-#: How many sendings more than before may then bring bytes from their holder.
-_DEEPER = 2
-#: Waves into which a transfer is cut about: what a sending more costs.
+#: Beyond so many times the bound, repairs are tried that aim at so many times it.
+FAR = 1.07
+AIMS = (1.0, 1.03, 1.06)
+#: Waves into which a transfer is cut at most: what a sending more costs.
 _WAVES = 64
 
 
 def _expected_s(routed: Routed) -> float:
-    return routed.ports.busiest_s * (1 + int(routed.moves.depth.max(initial=0)) / _WAVES)
+    """Seconds on the busiest port, to fill the pipeline of relays, and for the messages of its waves."""
+    busiest_s = routed.ports.busiest_s
+    fill_s = busiest_s * max(int(routed.moves.depth.max(initial=0)) - 1, 0)
+    waves = min(_WAVES, sqrt(fill_s / MESSAGE_S))
+    return busiest_s + (fill_s / waves + waves * MESSAGE_S if waves else MESSAGE_S)
 
 
 class _Router(BulkRouter):
-    def __init__(self, options: Route, diff: Diff) -> None:
-        super().__init__(diff, options.min_stripe_bytes, options.bulk)
+    def __init__(self, options: Route, diff: Diff, *, depth_costs: int = DEPTH_COSTS) -> None:
+        super().__init__(diff, options.min_stripe_bytes, options.bulk, depth_costs)
         self.options = options
 
     def run(self) -> Routed:
@@ -130,7 +154,7 @@ class _Router(BulkRouter):
         stripes = self.stripes.columns()
         columns = (stripes.region, stripes.lo, stripes.hi, stripes.src, stripes.dst, stripes.parent)
         hops = [Hop(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
-        deepest = int(self._routed().moves.depth.max(initial=0)) + _DEEPER
+        deepest = int(self._routed().moves.depth.max(initial=0))
         found = _Router(self.options, self.diff)
         found.regions = self.regions
         least = self.min_stripe_bytes

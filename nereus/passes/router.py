@@ -46,10 +46,10 @@ class Class:
 
 
 class Router:
-    """``min_stripe_bytes``: stripes smaller than this are not cut further."""
+    """``min_stripe_bytes``: stripes smaller than this are not cut further. ``depth_costs``: see ``DEPTH_COSTS``."""
 
-    def __init__(self, diff: Diff, min_stripe_bytes: int) -> None:
-        self.min_stripe_bytes = min_stripe_bytes
+    def __init__(self, diff: Diff, min_stripe_bytes: int, depth_costs: int) -> None:
+        self.min_stripe_bytes, self.depth_costs = min_stripe_bytes, depth_costs
         self.diff = diff
         self.links = Links(diff.topology)
         self.num_devices = self.links.num_devices
@@ -227,7 +227,7 @@ class Router:
         while True:
             target = self.target_s
             #: A sending more delays the end by a slice: worth it only for a port that is clearly less loaded.
-            deeper_s = target / DEPTH_COSTS
+            deeper_s = target / self.depth_costs
             room = int(min((target - busy[rail]) / rate, (target - out) / gpu_rate))
             best: tuple[int, int, int, int] | None = None
             below = inf

@@ -31,13 +31,17 @@ FloatArray = npt.NDArray[np.float64]
 MOST_WAVES = 100_000
 #: Growth of the number of waves while some device posts more than a window in one.
 _MORE_WAVES = 1.3
+#: Fewer waves are tried where their messages take more than this share of the transfer.
+MUCH = 0.01
+#: Smaller slices are tried where it is predicted to take more than so many times its busiest port.
+FAR = 1.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaveSchedule:
     """``window_bytes``: most that a device sends, and receives, in one wave. ``max_waves``: how many waves a transfer
     is cut into at most, unless windows need more. Slices are not smaller than ``min_slice_bytes`` unless windows need
-    it."""
+    it, or a fourth of that where it helps."""
 
     window_bytes: int = 512 * MIB
     max_waves: int = 64
@@ -46,10 +50,26 @@ class WaveSchedule:
     name = "schedule"
 
     def apply(self, routed: Routed) -> Schedule:
-        moves = routed.moves
-        num_devices = routed.links.num_devices
         count = self._first_count(routed)
-        least, widest = self.min_slice_bytes, int(moves.width.max(initial=0))
+        found = self._cut(routed, count, self.min_slice_bytes)
+        # The first count is for relays that are all as deep as the deepest; most are not.
+        while count > 1 and found.num_waves * MESSAGE_S > found.transfer_s * MUCH:
+            fewer = count * 3 // 4
+            other = self._cut(routed, fewer, self.min_slice_bytes)
+            if other.transfer_s >= found.transfer_s:
+                break
+            count, found = fewer, other
+        # Small moves that are relayed from place to place in few slices come in bursts.
+        if found.transfer_s > routed.ports.busiest_s * FAR:
+            finer = self._cut(routed, count, self.min_slice_bytes // 4)
+            found = min(found, finer, key=lambda each: each.transfer_s)
+        return found
+
+    def _cut(self, routed: Routed, count: int, least: int) -> Schedule:
+        """Into ``count`` waves; more where some device would post more than a window in one. ``least``: bytes of a slice
+        at least, unless windows need smaller ones."""
+        moves, num_devices = routed.moves, routed.links.num_devices
+        widest = int(moves.width.max(initial=0))
         while True:
             wave, slices = slice_moves(moves, count, least, num_devices)
             num_waves = int((wave + slices).max(initial=0))
