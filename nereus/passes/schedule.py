@@ -66,8 +66,8 @@ class WaveSchedule:
         return found
 
     def _cut(self, routed: Routed, count: int, least: int) -> Schedule:
-        """Into ``count`` waves; more where some device would post more than a window in one. ``least``: bytes of a slice
-        at least, unless windows need smaller ones."""
+        """Into ``count`` waves; more where some device would post more than a window in one. ``least``: bytes of a
+        slice, unless windows need smaller ones."""
         moves, num_devices = routed.moves, routed.links.num_devices
         widest = int(moves.width.max(initial=0))
         while True:
