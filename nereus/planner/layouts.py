@@ -35,6 +35,15 @@ class Layouts:
             found[owner.name] = of_owner
         return found
 
+    def present(self, owner: Stage) -> tuple[Candidates, int]:
+        """The layout that an owner has, whatever the limits: candidates, and which of them it is."""
+        of_owner = self._of(owner, owner.devices, anywhere=False)
+        at = None if of_owner is None else of_owner.present()
+        if of_owner is None or at is None:
+            of_owner, at = candidates(self.plan, owner, self.calibration, pinned=True), 0
+        assert of_owner is not None, "a plan has the layout that it has"
+        return of_owner, at
+
     def fastest(self, name: str, devices: tuple[Device, ...]) -> Mapping[str, float] | None:
         """Of all layouts of an owner on these GPUs or others that are alike, by stage."""
         of_owner = self._of(self.plan.stage(name), devices, anywhere=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from statistics import NormalDist
 
 import numpy as np
@@ -28,6 +29,8 @@ from nereus.planner.stage_runs import Settings, columns_of_stage, run_of_stage, 
 #: Coefficient of variation of response lengths. An assumption: published runs report means and maxima only.
 LENGTH_SPREAD = 0.6
 _NUM_POINTS = 32
+#: Of which the pace is predicted.
+_NUM_BATCHES = 9
 _PHASES: Mapping[str, int] = {"generate": 0, "logprob": 1, "infer": 1, "train": 2}
 
 
@@ -63,22 +66,21 @@ def step_time(plan: Plan, calibration: Calibration) -> StepTime:
 
 def stage_time(plan: Plan, stage: Stage, calibration: Calibration) -> StageTime:
     if stage.kind == "generate":
-        return _generation(plan, stage, calibration)
+        return _generations([(plan, stage)], calibration)[0]
     predicted = calibration.predict_step_time([run_of_stage(plan, stage)])
     seconds = float(predicted.value[0]) * num_passes(plan, stage)
     return StageTime(stage=stage.name, seconds=seconds, deviation=float(predicted.deviation[0]))
 
 
-def stage_seconds(
-    layouts: Sequence[tuple[Plan, Settings]], name: str, calibration: Calibration
-) -> Sequence[float] | Floats:
+def stage_seconds(layouts: Sequence[tuple[Plan, Settings]], name: str, calibration: Calibration) -> Floats:
     """Of one stage in many layouts at once (``columns_of_stage``), without ranges."""
     plan, _ = layouts[0]
     stage = plan.stage(name)
     if stage.kind == "generate":
-        seconds = {id(base): base for base, _ in layouts}
-        by_base = {key: stage_time(base, base.stage(name), calibration).seconds for key, base in seconds.items()}
-        return [by_base[id(base)] for base, _ in layouts]
+        bases = {id(base): base for base, _ in layouts}
+        times = _generations([(base, base.stage(name)) for base in bases.values()], calibration)
+        by_base = dict(zip(bases, times, strict=True))
+        return np.array([by_base[id(base)].seconds for base, _ in layouts])
     return calibration.expect_step_time(*columns_of_stage(name, layouts)) * num_passes(plan, stage)
 
 
@@ -160,13 +162,19 @@ def _feeds(other: Stage, stage: Stage) -> bool:
     return not (stage.kind == "train" and other.kind == "logprob" and other.model != stage.model)
 
 
-def _generation(plan: Plan, stage: Stage, calibration: Calibration) -> StageTime:
-    at_once, queued, left, tokens = _batches(plan, stage)
-    token_s, deviation = _pace(plan, stage, calibration, at_once)
-    # The queue keeps the engine full until the last ``at_once`` sequences are in; then the batch only shrinks.
-    full_s = queued * plan.workload.response_len * token_s(np.array([at_once]))[0]
-    tail_s = (token_s(left) * left * tokens).sum()
-    return StageTime(stage=stage.name, seconds=float(full_s + tail_s), deviation=deviation)
+def _generations(stages: Sequence[tuple[Plan, Stage]], calibration: Calibration) -> list[StageTime]:
+    """Generate stages, each of its plan."""
+    batches = [_batches(plan, stage) for plan, stage in stages]
+    paces = _paces(stages, calibration, [at_once for at_once, _, _, _ in batches])
+    found = []
+    for (plan, stage), (at_once, queued, left, tokens), (token_s, deviation) in zip(
+        stages, batches, paces, strict=True
+    ):
+        # The queue keeps the engine full until the last ``at_once`` sequences are in; then the batch only shrinks.
+        full_s = queued * plan.workload.response_len * token_s(np.array([at_once]))[0]
+        tail_s = (token_s(left) * left * tokens).sum()
+        found.append(StageTime(stage=stage.name, seconds=float(full_s + tail_s), deviation=deviation))
+    return found
 
 
 def generation_seconds(plan: Plan, stage: Stage) -> Floats:
@@ -198,25 +206,43 @@ def _tokens_held(plan: Plan, stage: Stage) -> int:
     return engine_tokens(replace(plan, stages=inside), stage, sorted(places))[0]
 
 
-def _pace(plan: Plan, stage: Stage, calibration: Calibration, most: float) -> tuple[Callable[[Floats], Floats], float]:
-    """Seconds per token of one engine by its batch, from a few batches and straight lines between their logarithms."""
-    batches = np.unique(np.geomspace(1.0, most, 9))
-    engine = serving_of_stage(plan, stage, 1.0)
-    predicted = calibration.predict_token_time([replace(engine, batch=float(batch)) for batch in batches])
-    logs = np.log(predicted.value)
+def _paces(
+    stages: Sequence[tuple[Plan, Stage]], calibration: Calibration, most: Sequence[float]
+) -> list[tuple[Callable[[Floats], Floats], float]]:
+    """Seconds per token of one engine of each by its batch of at most so many, from a few batches and straight lines
+    between their logarithms; and their deviation."""
+    batches = [np.unique(np.geomspace(1.0, at_once, _NUM_BATCHES)) for at_once in most]
+    engines = []
+    for (plan, stage), sizes in zip(stages, batches, strict=True):
+        engine = serving_of_stage(plan, stage, 1.0)
+        engines += [replace(engine, batch=size) for size in sizes.tolist()]
+    predicted = calibration.predict_token_time(engines)
+    ends = np.cumsum([len(sizes) for sizes in batches])
+    logs = np.split(np.log(predicted.value), ends[:-1])
+    return [
+        (_between(np.log(sizes), log), float(predicted.deviation[end - 1]))
+        for sizes, log, end in zip(batches, logs, ends, strict=True)
+    ]
 
+
+def _between(log_batches: Floats, log_seconds: Floats) -> Callable[[Floats], Floats]:
     def token_s(batch: Floats) -> Floats:
-        seconds: Floats = np.exp(np.interp(np.log(batch), np.log(batches), logs))
+        seconds: Floats = np.exp(np.interp(np.log(batch), log_batches, log_seconds))
         return seconds
 
-    return token_s, float(predicted.deviation[-1])
+    return token_s
 
 
-def _lengths(plan: Plan) -> np.ndarray:
+def _lengths(plan: Plan) -> Floats:
     """Response lengths at equal steps of probability, ascending; their mean is ``response_len`` before the cut."""
-    sigma = float(np.sqrt(np.log1p(LENGTH_SPREAD**2)))
-    mean = plan.workload.response_len
-    normal = NormalDist(np.log(mean) - sigma**2 / 2, sigma)
-    lengths = np.exp([normal.inv_cdf((number + 0.5) / _NUM_POINTS) for number in range(_NUM_POINTS)])
     limits = [limit for limit in (plan.workload.max_response, plan.workload.max_tokens) if limit is not None]
+    lengths = plan.workload.response_len * _around_one()
     return np.minimum(lengths, min(limits)) if limits else lengths
+
+
+@cache
+def _around_one() -> Floats:
+    """Lengths over their mean."""
+    sigma = float(np.sqrt(np.log1p(LENGTH_SPREAD**2)))
+    normal = NormalDist(-(sigma**2) / 2, sigma)
+    return np.exp([normal.inv_cdf((number + 0.5) / _NUM_POINTS) for number in range(_NUM_POINTS)])

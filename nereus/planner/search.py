@@ -28,7 +28,7 @@ from nereus.ir.plan import Plan
 from nereus.models.memory.check import check_memory
 from nereus.models.memory.steady import COMMUNICATOR_BYTES, CONTEXT_BYTES
 from nereus.planner.calibration import Calibration
-from nereus.planner.candidates import Bytes, Candidates, candidates
+from nereus.planner.candidates import Bytes, Candidates
 from nereus.planner.layouts import Layouts
 from nereus.planner.limits import NO_LIMITS, Limits, broken
 from nereus.planner.placements import Placements, Runs, here
@@ -79,7 +79,7 @@ def search(
     best = _Best(count=count, price_s=LEAST_GAIN * (ranked[0].bound_s if ranked else 0.0))
     present = _present(layouts, best)
     if present is not None and _keeps_to(plan, limits):
-        best.add(present)
+        best.add(present, fits=True)
     num_placements = num_tried = 0
     for each in ranked:
         if best.misses(each.bound_s):
@@ -159,10 +159,10 @@ def _ranked(layouts: Layouts, placements: Placements | None) -> list[_Ranked]:
 def _present(layouts: Layouts, best: _Best) -> Found | None:
     """The plan as it is, whatever the limits."""
     plan = layouts.plan
-    choices = {owner.name: candidates(plan, owner, layouts.calibration, pinned=True) for owner in plan.owners()}
-    known = {name: of_owner for name, of_owner in choices.items() if of_owner is not None}
-    one = _Search(plan=plan, choices=known, order=order_of(plan), best=best, changes={})
-    at = dict.fromkeys(known, 0)
+    choices, at = dict[str, Candidates](), dict[str, int]()
+    for owner in plan.owners():
+        choices[owner.name], at[owner.name] = layouts.present(owner)
+    one = _Search(plan=plan, choices=choices, order=order_of(plan), best=best, changes={})
     return one.whole(at) if one.fits(at) and _memory_holds(plan) else None
 
 
@@ -195,10 +195,11 @@ class _Best:
         """Whether nothing of such a cost can be kept."""
         return cost >= self.limit
 
-    def add(self, found: Found) -> None:
+    def add(self, found: Found, *, fits: bool = False) -> None:
+        """``fits``: whether its memory was asked about."""
         if any(-worse <= found.cost and _adds_to(found, better) for worse, _, better in self.kept):
             return
-        if not _memory_holds(found.plan):
+        if not fits and not _memory_holds(found.plan):
             return
         self.num_found += 1
         self.kept = [kept for kept in self.kept if -kept[0] < found.cost or not _adds_to(kept[2], found)]
@@ -261,8 +262,8 @@ class _Search:
         times: dict[str, float | Floats] = {}
         num_keys = self._num_keys
         for other, of_other in self.choices.items():
-            times.update(of_other.all[chosen[other]].seconds if other in chosen else of_other.fastest)
-            num_keys += of_other.all[chosen[other]].num_changes if other in chosen else 0
+            times.update(of_other.seconds_of(chosen[other]) if other in chosen else of_other.fastest)
+            num_keys += int(of_other.num_changes[chosen[other]]) if other in chosen else 0
         of_owner = self.choices[owner]
         times.update(of_owner.seconds)
         bounds: Floats = self.order.last_ends(times) + self.best.price_s * (num_keys + of_owner.num_changes)
@@ -321,12 +322,13 @@ class _Search:
         changes, times = dict(self.changes), dict[str, float]()
         num_keys = self._num_keys
         for owner, number in chosen.items():
-            candidate = self.choices[owner].all[number]
-            changed = candidate.change(changed)
-            for stage, text in candidate.choice.changes.items():
+            of_owner = self.choices[owner]
+            choice = of_owner.all[number]
+            changed = choice.change(changed)
+            for stage, text in choice.changes.items():
                 changes[stage] = "  ".join(filter(None, (changes.get(stage), text)))
-            times.update(candidate.seconds)
-            num_keys += candidate.num_changes
+            times.update(of_owner.seconds_of(number))
+            num_keys += choice.num_changes
         seconds = max(self.order.ends(times).values(), default=0.0)
         cost = seconds + self.best.price_s * num_keys
         return Found(seconds=seconds, cost=cost, plan=changed, changes=changes, stage_seconds=times)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from nereus.planner.runs import RECOMPUTE, SHARDING, Columns, Floats, Run, colum
 #: Gradients are kept in fp32 (the plan language's default).
 _GRADIENT_BYTES = 4
 
-#: Fields of stages that differ from a plan's, by stage.
+#: Fields of stages that differ from a plan's, by stage: ``micro_batch``, ``recompute``, ``zero``.
 Settings: TypeAlias = Mapping[str, Mapping[str, int | str]]
 
 
@@ -68,26 +68,32 @@ def columns_of_stage(name: str, layouts: Sequence[tuple[Plan, Settings]]) -> tup
     plan = layouts[0][0]
     stage = plan.stage(name)
     run = run_of_stage(plan, stage)
-    stages = {id(base): base.stage(name) for base, _ in layouts}
-
-    def column(key: str) -> list[int | str]:
-        return [settings.get(name, {}).get(key, getattr(stages[id(base)], key)) for base, settings in layouts]
+    bases = {id(base): base for base, _ in layouts}
+    place = {key: number for number, key in enumerate(bases)}
+    of_base = [base.stage(name) for base in bases.values()]
+    at = np.array([place[id(base)] for base, _ in layouts])
+    own = [settings.get(name, {}) for _, settings in layouts]
 
     def numbers(key: str) -> Floats:
-        return np.array(column(key), float)
+        found: Floats = np.array([getattr(of, key) for of in of_base], float)[at]
+        return found
 
-    dp, fsdp, zero = numbers("dp"), numbers("fsdp") > 0, numbers("zero")
+    def tuned(key: str, number: Callable[[Any], float] = float) -> Floats:
+        written = [number(getattr(of, key)) for of in of_base]
+        return np.array([number(keys[key]) if key in keys else written[n] for n, keys in zip(at, own, strict=True)])
+
+    dp, fsdp, zero = numbers("dp"), numbers("fsdp") > 0, tuned("zero")
     samples = _samples(plan, stage)
-    micro_batch = numbers("micro_batch") if stage.max_tokens is None else _micro_batch(plan, stage)
+    micro_batch = tuned("micro_batch") if stage.max_tokens is None else _micro_batch(plan, stage)
     micro_batch = np.minimum(micro_batch, np.maximum(1.0, samples / dp))
-    recompute = [RECOMPUTE.index(str(word)) for word in column("recompute")] if stage.is_train else [0] * len(dp)
+    recompute = tuned("recompute", RECOMPUTE.index) if stage.is_train else np.zeros(len(dp))
     found = columns([run]).wide(len(layouts)) | {
         **{key: numbers(key) for key in ("tp", "pp", "cp", "vp", "ep")},
         "dp": dp,
         "sequence_parallel": np.maximum(numbers("sp"), numbers("tp") == 1),
         "micro_batch": micro_batch,
         "num_microbatches": np.maximum(samples / (dp * micro_batch), 1.0),
-        "recompute": np.array(recompute, float),
+        "recompute": recompute,
         "sharding": np.where(fsdp, SHARDING.index("full"), zero),
     }
     gpu = _slowest(plan, stage, "bf16_tflops", "hbm_bytes_per_s").gpu

@@ -42,9 +42,9 @@ def test_bytes_are_those_of_the_memory_model(bench: Any, seed: int) -> None:
     owner = plan.owners()[-1]
     of_owner = candidates(plan, owner, PRIOR)
     for number in range(0, len(of_owner.all), 7):
-        candidate, held = of_owner.all[number], of_owner.held(number)
-        report = steady_state(candidate.choice.alone)
-        for stage in candidate.choice.alone.stages:
+        choice, held = of_owner.all[number], of_owner.held(number)
+        report = steady_state(choice.alone)
+        for stage in choice.alone.stages:
             for device, num_bytes in zip(stage.ranks, held.running[stage.name], strict=True):
                 row = report.row(stage.name, device)
                 assert row.need_bytes == num_bytes + CONTEXT_BYTES + COMMUNICATOR_BYTES

@@ -80,10 +80,10 @@ def local_shapes(
     layout = layout_of(stage, experts=arch.moe is not None)
     # What a rank holds before anything is sharded over dp: alike for every dp and shard rule.
     layout = replace(layout, dp=1, cp=1, num_shards=1, weight_shards=SHARD_NONE, optimizer_shards=SHARD_NONE, order="")
-    return _local_shapes(arch, head, lora, _alike(slot, optimizer), layout)
+    return _local_shapes(arch, head, lora, alike(slot, optimizer), layout)
 
 
-def _alike(slot: str, optimizer: str | None) -> tuple[str, str | None]:
+def alike(slot: str, optimizer: str | None) -> tuple[str, str | None]:
     """One pair for all slots that the same tensors have, so that shapes are counted once for them."""
     if slot == "weight":
         return "weight", None

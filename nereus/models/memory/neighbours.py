@@ -105,7 +105,7 @@ def _changed(
         if found is None:
             return None
         fields[stage.name] = {**found, "tp": tp, "pp": pp, "dp": dp, "fsdp": fsdp}
-        if not enough_replicas(replace(stage, **fields[stage.name])):  # type: ignore[arg-type]
+        if stage.replicas is not None and not enough_replicas(replace(stage, **fields[stage.name])):  # type: ignore[arg-type]
             return None
     return "  ".join(texts), fields
 

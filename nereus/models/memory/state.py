@@ -9,13 +9,14 @@ other keeps frozen: in the same processes it runs on that copy and has none of i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nereus.ir.layout import layout_of
 from nereus.ir.offload import least_in_host, most_in_host
 from nereus.ir.plan import Model, Plan, Slot, Stage
 from nereus.models.memory.local import (
     LocalShapes,
+    alike,
     dense_and_expert,
     largest_part,
     local_numel,
@@ -39,6 +40,9 @@ class Copy:
     swap: bool
     #: Stages that run on this copy, those of a model that shares its frozen base included.
     users: tuple[Stage, ...]
+    _shapes: dict[tuple[str, str | None], tuple[LocalShapes, ...]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @property
     def optimizer(self) -> str | None:
@@ -50,8 +54,12 @@ class Copy:
 
     def shapes_of(self, slot: str) -> tuple[LocalShapes, ...]:
         """Of the tensors that have ``slot``; ``gradients``: of those that train."""
-        model = self.model
-        return local_shapes(model.arch, model.head, self.stage, lora=model.lora, slot=slot, optimizer=self.optimizer)
+        optimizer = self.optimizer
+        key = alike(slot, optimizer)
+        if key not in self._shapes:
+            arch, head, lora = self.model.arch, self.model.head, self.model.lora
+            self._shapes[key] = local_shapes(arch, head, self.stage, lora=lora, slot=slot, optimizer=optimizer)
+        return self._shapes[key]
 
 
 def owner_of(plan: Plan, stage: Stage) -> Stage:

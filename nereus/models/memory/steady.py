@@ -89,10 +89,10 @@ def resident_state_bytes(plan: Plan, stage: Stage) -> tuple[int, ...]:
     return tuple(per_index[index] for index in pipeline_index_of_ranks(owner_of(plan, stage)))
 
 
-def running_bytes(plan: Plan, stage: Stage, mem_bytes: int) -> tuple[int, ...]:
+def running_bytes(plan: Plan, all_copies: tuple[Copy, ...], stage: Stage, mem_bytes: int) -> tuple[int, ...]:
     """What the processes of ``stage`` hold while it runs, by pipeline stage, contexts apart. ``mem_bytes``: of the GPU
     (an engine's cache may be a share of it)."""
-    owner, all_copies = owner_of(plan, stage), copies(plan)
+    owner = owner_of(plan, stage)
     running = _copy_of(all_copies, owner.name, stage)
     beside = [copy for copy in all_copies if copy is not running and copy.owner.name == owner.name]
     return tuple(
@@ -102,17 +102,17 @@ def running_bytes(plan: Plan, stage: Stage, mem_bytes: int) -> tuple[int, ...]:
     )
 
 
-def idle_bytes(plan: Plan, owner: Stage, mem_bytes: int) -> tuple[int, ...]:
+def idle_bytes(plan: Plan, all_copies: tuple[Copy, ...], owner: Stage, mem_bytes: int) -> tuple[int, ...]:
     """What the processes of ``owner`` hold while none of their stages runs, by pipeline stage, contexts apart."""
-    inside = [copy for copy in copies(plan) if copy.owner.name == owner.name]
+    inside = [copy for copy in all_copies if copy.owner.name == owner.name]
     return tuple(
         sum(_sum(_resident_parts(plan, copy, index, mem_bytes)) for copy in inside) for index in range(owner.pp)
     )
 
 
-def host_bytes(plan: Plan, owner: Stage) -> tuple[int, ...]:
+def host_bytes(all_copies: tuple[Copy, ...], owner: Stage) -> tuple[int, ...]:
     """What a process of ``owner`` keeps in host memory, by pipeline stage."""
-    inside = [copy for copy in copies(plan) if copy.owner.name == owner.name]
+    inside = [copy for copy in all_copies if copy.owner.name == owner.name]
     return tuple(sum(host_state_bytes(copy, index) for copy in inside) for index in range(owner.pp))
 
 
