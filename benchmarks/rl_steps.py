@@ -29,7 +29,7 @@ from nereus.ir.plan import Plan
 from nereus.lang.api import resolve_text
 from nereus.models.presets import preset
 from nereus.planner.calibration import calibrate
-from nereus.planner.rl_step import step_time
+from nereus.planner.weight_sync import step_time
 
 ROOT = Path(__file__).resolve().parent
 DATA = ROOT / "data" / "rl_steps.csv"

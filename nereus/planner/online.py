@@ -281,7 +281,7 @@ def _classes(plan: Plan, base: Calibration) -> dict[str, Floats]:
     found = {}
     num = len(step_time.CLASSES)
     times = {stage.name: stage_time(plan, stage, base) for stage in plan.stages if stage.service is None}
-    for name in schedule(plan, times).critical:
+    for name in schedule(order_of(plan), times).critical:
         stage = plan.stage(name)
         seconds = np.zeros(num + len(generation.CLASSES))
         if stage.kind == "generate":

@@ -59,9 +59,9 @@ class StepTime:
 
 
 def step_time(plan: Plan, calibration: Calibration) -> StepTime:
-    """Services and stages without GPUs take no time. Weight sync is not counted."""
+    """Services and stages without GPUs take no time. Weight sync is not counted (``weight_sync``)."""
     times = {stage.name: stage_time(plan, stage, calibration) for stage in plan.stages if stage.service is None}
-    return schedule(plan, times)
+    return schedule(order_of(plan), times)
 
 
 def stage_time(plan: Plan, stage: Stage, calibration: Calibration) -> StageTime:
@@ -128,8 +128,7 @@ def order_of(plan: Plan) -> Order:
     )
 
 
-def schedule(plan: Plan, times: Mapping[str, StageTime]) -> StepTime:
-    order = order_of(plan)
+def schedule(order: Order, times: Mapping[str, StageTime]) -> StepTime:
     ends = order.ends({name: time.seconds for name, time in times.items()})
     after = dict(order.after)
     placed = tuple(

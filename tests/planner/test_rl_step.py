@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from nereus.ir.plan import Plan
 from nereus.lang.api import resolve_text
+from nereus.passes.pipeline import compile_transition
 from nereus.planner.calibration import calibrate
-from nereus.planner.rl_step import StageTime, schedule, stage_time, step_time
+from nereus.planner.rl_step import StageTime, StepTime, order_of, schedule, stage_time, step_time
+from nereus.planner.weight_sync import step_time as with_syncs
 
 PRIOR = calibrate(())
 COLOCATED = """
@@ -94,7 +96,7 @@ def test_the_schedule_is_the_longest_path(seconds: list[float], split: bool) -> 
     plan = plan_of(SPLIT if split else COLOCATED)
     names = [stage.name for stage in plan.stages]
     times = {n: StageTime(stage=n, seconds=s, deviation=0.1) for n, s in zip(names, seconds, strict=True)}
-    found = schedule(plan, times)
+    found = schedule(order_of(plan), times)
     generate, logprob, ref, train = seconds
     # The trainer's processes hold actor.logprob; ref.infer lies on both nodes, so nothing runs beside it.
     assert found.seconds == pytest.approx(generate + logprob + ref + train)
@@ -110,4 +112,49 @@ def test_stages_that_share_nothing_run_side_by_side(seconds: list[float]) -> Non
     names = [stage.name for stage in plan.stages]
     times = {n: StageTime(stage=n, seconds=s, deviation=0.1) for n, s in zip(names, seconds, strict=True)}
     generate, logprob, ref, train = seconds
-    assert schedule(plan, times).seconds == pytest.approx(generate + max(logprob, ref) + train)
+    assert schedule(order_of(plan), times).seconds == pytest.approx(generate + max(logprob, ref) + train)
+
+
+def synced(text: str) -> tuple[Plan, StepTime, StageTime]:
+    plan = plan_of(text)
+    found = with_syncs(plan, PRIOR)
+    return plan, found, next(time for time in found.stages if time.stage == "actor.sync")
+
+
+@pytest.mark.parametrize("text", [COLOCATED, SPLIT])
+def test_a_weight_sync_ends_a_synchronous_step(text: str) -> None:
+    plan, found, sync = synced(text)
+    without = step_time(plan, PRIOR)
+    assert sync.seconds > 0 and found.critical[-2:] == ("actor.train", "actor.sync")
+    assert found.seconds == pytest.approx(without.seconds + sync.seconds)
+
+
+def test_a_weight_sync_is_beside_an_asynchronous_step() -> None:
+    text = SPLIT.replace("stage ref.infer { on = n[0-1]", "stage ref.infer { on = n1")
+    plan, found, sync = synced(text.replace("algorithm = grpo", "algorithm = grpo  mode = async { staleness = 1 }"))
+    assert 0 < sync.seconds < found.seconds == step_time(plan, PRIOR).seconds
+
+
+def test_a_weight_sync_takes_what_the_compiled_move_takes() -> None:
+    """Of the trainer's weights into engines that have none, on their own node and among the trainer's GPUs."""
+    for text in (COLOCATED, SPLIT):
+        plan, _, sync = synced(text)
+        weight = plan.stage("actor.generate").slots[:1]
+        train, generate = (
+            replace(plan.stage(name), idle="resident", slots=weight) for name in ("actor.train", "actor.generate")
+        )
+        base = replace(plan, workload=replace(plan.workload, mode="async"))
+        old, new = (replace(base, stages=stages) for stages in ((train,), (train, generate)))
+        certificate = compile_transition(old, new, verify=False).certificate
+        assert sync.seconds == pytest.approx(certificate.transfer_s, rel=0.2)
+
+
+def test_an_adapter_is_synced_in_its_share_of_the_model() -> None:
+    whole = synced(COLOCATED)[2].seconds
+    adapter = synced(COLOCATED.replace('"llama-3.1-8b"', '"llama-3.1-8b" { lora { rank = 16 } }'))[2].seconds
+    assert 0 < adapter < whole / 20
+
+
+def test_a_model_in_one_place_needs_no_sync() -> None:
+    alone = plan_of("\n".join(line for line in COLOCATED.splitlines() if "actor.generate" not in line))
+    assert [time.stage for time in with_syncs(alone, PRIOR).stages if "sync" in time.stage] == []

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 def _plan(args: argparse.Namespace, calibration: Calibration, out: Output) -> int:
     from nereus.lang.api import load_plan
-    from nereus.planner.rl_step import step_time
+    from nereus.planner.weight_sync import step_time
 
     loaded = load_plan(args.file)
     out.diagnostics(loaded.diagnostics)
@@ -110,7 +110,7 @@ def _plan(args: argparse.Namespace, calibration: Calibration, out: Output) -> in
         mark = "*" if time.stage in found.critical else ""
         lines.append((time.stage, f"{time.start_s:.1f}", f"{time.seconds:.1f}", f"{low:.1f} - {high:.1f}", mark))
     out.print("\n".join(table(("stage", "starts", "s", "90 in 100", ""), lines, right=(1, 2, 3))))
-    out.print("* on the critical path; weight sync, offloading and set-up between stages are not counted")
+    out.print("* on the critical path; offloading, waking and set-up between stages are not counted")
     return ExitCode.OK
 
 
