@@ -31,25 +31,22 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from nereus.ir.cluster import Device
-from nereus.ir.plan import Plan, Workload
-from nereus.passes.coarse import coarse
+from nereus.ir.plan import Plan
 from nereus.planner.admission import RentOrBuy
 from nereus.planner.calibration import Calibration
 from nereus.planner.contingency import Contingency, contingencies
 from nereus.planner.decisions import BACK, CHECKPOINT, GO, STAY, USUAL, Decision, Settings
 from nereus.planner.health import Health, Problem
 from nereus.planner.limits import Limits, Serves
+from nereus.planner.looking import Keys, Looking, at_length, keys_of
 from nereus.planner.outlook import Outlook
-from nereus.planner.pools import nodes_of, on_most_nodes, survives, worth_trying
+from nereus.planner.pools import nodes_of, survives, worth_trying
 from nereus.planner.rl_step import step_time
-from nereus.planner.search import Found, search
-from nereus.planner.smallest import least
+from nereus.planner.search import Found
 from nereus.planner.targets import Target
 
 #: Tokens; no response is as long.
 _LONGEST = 1e12
-
-_Keys = tuple[tuple[object, ...], ...]
 
 
 class Advisor:
@@ -91,10 +88,10 @@ class Advisor:
         self._measured: list[tuple[float, float]] = []  # (response length, seconds) under the present plan
         self._trial: _Trial | None = None
         self._learned = calibration  # that what follows was measured against
-        self._effects: dict[_Keys, float] = {}  # logarithm of measured over predicted, against the first plan's
-        self._missed: list[tuple[_Keys, float]] = []  # (a plan, lengths at which it missed)
+        self._effects: dict[Keys, float] = {}  # logarithm of measured over predicted, against the first plan's
+        self._missed: list[tuple[Keys, float]] = []  # (a plan, lengths at which it missed)
         self._prepared: dict[str, Contingency] = {}
-        self._prepared_for: tuple[_Keys, float] | None = None
+        self._prepared_for: tuple[Keys, float] | None = None
         self.refuse(response_len=self._reference, pool=pool)
 
     def observe(
@@ -114,7 +111,7 @@ class Advisor:
         them; None: they are gone. ``problems``: of GPUs, by node; None: nobody asked. Raises ValueError for what cannot
         be (``refuse``); nothing has changed then."""
         self.refuse(response_len=response_len, step_s=step_s, pool=pool, notice_s=notice_s, problems=problems)
-        if plan is not None and _keys(plan) != _keys(self.plan):
+        if plan is not None and keys_of(plan) != keys_of(self.plan):
             self._run(plan)
         if step_s is not None:
             self._measured.append((response_len, step_s))
@@ -175,12 +172,12 @@ class Advisor:
         """Where to go when a node fails, for each that the plan uses; a loss at about these lengths then needs no
         search. ``compiled``: with its transition, and so the stop that this would take."""
         self.refuse(response_len=response_len)
-        now = _at_length(self.plan, response_len)
+        now = at_length(self.plan, response_len)
         found = contingencies(
             now, self.calibration, home=self._home, pool=self._pool, limits=self.limits, compiled=compiled
         )
         self._prepared = {each.node: each for each in found}
-        self._prepared_for = _keys(now), response_len
+        self._prepared_for = keys_of(now), response_len
         return found
 
     @property
@@ -216,7 +213,7 @@ class Advisor:
             return self._stay(now, "missed", settled.reason, action=BACK, plan=settled.back)
         # What fits now and not in the next step is too late to be found out then.
         ahead = min(max(now.response_len, self._outlook.length(1)), now.response_len * (1 + self.settings.drift))
-        fits = self.calibration.fits(_at_length(self.plan, ahead * (1 + self.settings.headroom / 2)))
+        fits = self.calibration.fits(at_length(self.plan, ahead * (1 + self.settings.headroom / 2)))
         trigger = "lost" if leaving else "memory" if not fits else changed
         if not trigger and faulty and self._look is None:
             trigger = "health"
@@ -237,11 +234,15 @@ class Advisor:
                 return self._go(now, trigger or "health", where, look, sound[0])
             if trigger:
                 return self._stay(now, trigger, f"{where}; no layout fits without", considered=look.best)
+        return self._weigh(now, trigger, look)
+
+    def _weigh(self, now: _Now, trigger: str, look: _Look) -> Decision:
+        """Rent or buy."""
         scale = now.step_s / look.present_s if now.step_s is not None else 1.0
-        self._regrets.step({_keys(t.found.plan): scale * self._gain_s(look, t) for t in look.best})
+        self._regrets.step({keys_of(t.found.plan): scale * self._gain_s(look, t) for t in look.best})
         for target in look.best:
-            key, gain_s = _keys(target.found.plan), scale * self._gain_s(look, target)
-            if key == _keys(self.plan) or gain_s <= 0 or self._missed_before(target.found, now.response_len):
+            key, gain_s = keys_of(target.found.plan), scale * self._gain_s(look, target)
+            if key == keys_of(self.plan) or gain_s <= 0 or self._missed_before(target.found, now.response_len):
                 continue
             if self._regrets.regret_s(key) < self.settings.trust * target.stop_s:
                 continue
@@ -257,7 +258,7 @@ class Advisor:
     def _search(self, now: _Now, ahead: float, leaving: frozenset[str], faulty: frozenset[str]) -> _Look:
         """On the whole pool, and where the plan is if that is less; where nodes have to be left, on the others, and on
         unfit ones only if nothing fits on the fit ones."""
-        present = _at_length(self.plan, now.response_len)
+        present = at_length(self.plan, now.response_len)
         used = nodes_of(present)
         # Without a notice the nodes are gone, and nothing on them can be read; of what was saved everything can.
         lost = leaving if now.notice_s is None and not self._waits else frozenset[str]()
@@ -267,79 +268,33 @@ class Advisor:
             best=(), present_s=step_time(present, self.calibration).seconds, length=float(present.workload.response_len)
         )
         for pools in dict.fromkeys(ways):
-            found = self._found(present, look.present_s, ahead, tuple(dict.fromkeys(pools)), lost)
+            found = self._looking().found(present, tuple(dict.fromkeys(pools)), ahead=ahead, lost=lost)
             if found:
                 ranked = sorted(found, key=lambda t: t.stop_s - self.horizon_steps * self._gain_s(look, t))
                 return replace(look, best=tuple(ranked[: self.settings.num_targets]))
         return look
 
-    def _found(
-        self, present: Plan, present_s: float, ahead: float, pools: Sequence[frozenset[str]], lost: frozenset[str]
-    ) -> list[Target]:
-        """On some of ``pools``. Searches start from the job's first plan: from one that is the best already they would
-        have to look at every other to find a second."""
-        found: list[Target] = []
-        roomy = self._roomy(ahead)
-        for pool in pools:
-            placed = on_most_nodes(roomy, pool, lost=lost)
-            if placed is not None and (nodes_of(placed) == pool or pool != nodes_of(present) or pool == pools[-1]):
-                best = search(placed, self.calibration, count=self.settings.num_targets, limits=self.limits).best
-                found += [self._target(present, present_s, each) for each in best if self.calibration.fits(each.plan)]
-        if nodes_of(present) != pools[-1]:  # the same degrees on other nodes often stop the job for less
-            found += self._as_it_is(present, present_s, placed, roomy.workload, pools[-1])
-        return found
-
-    def _roomy(self, length: float) -> Plan:
-        """The job's first plan, for lengths that have yet to grow."""
-        return _at_length(self._home, length * (1 + self.settings.headroom))
-
-    def _nodes_needed(self, length: float) -> int | None:
-        """Fewest nodes, those that are there and others, on which some layout fits; None: the cluster is too small."""
-        names = sorted((node.name for node in self._home.cluster.nodes), key=lambda name: name not in self._there)
-
-        def on(number: int) -> Plan | None:
-            placed = on_most_nodes(self._roomy(length), names[: number + 1])
-            best = () if placed is None else search(placed, self.calibration, count=1, limits=self.limits).best
-            return best[0].plan if best and self.calibration.fits(best[0].plan) else None
-
-        found = least(len(names), on, first=len(self._there))
-        return None if found is None else found[0] + 1
-
-    def _as_it_is(
-        self, present: Plan, present_s: float, there: Plan | None, roomy: Workload, pool: frozenset[str]
-    ) -> list[Target]:
-        if there is None:
-            return []
-        placed = on_most_nodes(replace(self._home, stages=present.stages, workload=roomy), pool)
-        if placed is None or not self.calibration.fits(placed):
-            return []
-        plan = replace(placed, cluster=there.cluster)
-        found = Found(seconds=present_s, cost=present_s, plan=plan, changes={}, stage_seconds={})
-        return [self._target(present, present_s, found)]
-
-    def _target(self, present: Plan, present_s: float, found: Found) -> Target:
-        """``found`` at the lengths of ``present``, which are those of now."""
-        plan = replace(found.plan, workload=present.workload)
-        found = replace(found, plan=plan, seconds=step_time(plan, self.calibration).seconds)
-        if _keys(found.plan) == _keys(present):
-            return Target(found=found, stop_s=0.0, total_s=self.horizon_steps * found.seconds, payback_steps=0.0)
-        stop_s = self.calibration.stops.stop_s(coarse(present, found.plan))
-        gain_s = present_s - found.seconds
-        payback = stop_s / gain_s if gain_s > 0 else math.inf
-        total_s = self.horizon_steps * found.seconds + stop_s
-        return Target(found=found, stop_s=stop_s, total_s=total_s, payback_steps=payback)
+    def _looking(self) -> Looking:
+        return Looking(
+            home=self._home,
+            calibration=self.calibration,
+            limits=self.limits,
+            headroom=self.settings.headroom,
+            count=self.settings.num_targets,
+            steps=self.horizon_steps,
+        )
 
     def _predicted_anew(self, look: _Look | None) -> _Look | None:
         if look is None:
             return None
-        present = _at_length(self.plan, look.length)
+        present = at_length(self.plan, look.length)
         present_s = step_time(present, self.calibration).seconds
-        best = tuple(self._target(present, present_s, target.found) for target in look.best)
+        best = tuple(self._looking().target(present, target.found) for target in look.best)
         return replace(look, present_s=present_s, best=best)
 
     def _gain_s(self, look: _Look, target: Target) -> float:
         """Seconds a step, as predicted, and as what is known of both plans says."""
-        effect = self._effects.get(_keys(target.found.plan), 0.0) - self._effects.get(_keys(self.plan), 0.0)
+        effect = self._effects.get(keys_of(target.found.plan), 0.0) - self._effects.get(keys_of(self.plan), 0.0)
         return look.present_s - target.found.seconds * math.exp(effect) / self._faster(target.found.plan)
 
     def _notice_slow(self, used: frozenset[str]) -> None:
@@ -363,7 +318,7 @@ class Advisor:
             length = self._outlook.length(share * steps)
             gain_s = self._gain_s(look, target)
             if abs(length / look.length - 1) > self.settings.drift:
-                before, after = _at_length(self.plan, length), _at_length(target.found.plan, length)
+                before, after = at_length(self.plan, length), at_length(target.found.plan, length)
                 if not self.calibration.fits(after):
                     break
                 there = step_time(before, self.calibration).seconds
@@ -379,7 +334,7 @@ class Advisor:
     def _forced(self, now: _Now, trigger: str, look: _Look, leaving: frozenset[str]) -> Decision:
         ready = self._contingency(leaving, now) if now.notice_s is None and not self._waits else None
         if ready is not None and ready.plan is not None:
-            plan = _at_length(ready.plan, now.response_len)
+            plan = at_length(ready.plan, now.response_len)
             action = GO if ready.survives else CHECKPOINT
             reason = f"{ready.node} failed; the plan was ready"
             reason += f", a stop of {ready.stop_s:.1f} s" if ready.survives else ", but not all state survives"
@@ -410,11 +365,11 @@ class Advisor:
 
     def _others(self, look: _Look, now: _Now) -> list[Target]:
         """Than the present plan; those that missed before only if there are no others."""
-        others = [target for target in look.best if _keys(target.found.plan) != _keys(self.plan)]
+        others = [target for target in look.best if keys_of(target.found.plan) != keys_of(self.plan)]
         return [target for target in others if not self._missed_before(target.found, now.response_len)] or others
 
     def _wait(self, now: _Now, trigger: str, leaving: frozenset[str]) -> Decision:
-        needed = self._nodes_needed(now.response_len)
+        needed = self._looking().nodes_needed(now.response_len, self._there)
         num_gpus = sum(node.num_gpus for node in self._home.cluster.nodes if node.name in self._there)
         short = f"no layout fits on {', '.join(sorted(self._there)) or 'no node'} ({num_gpus} GPUs)"
         until = (
@@ -436,7 +391,7 @@ class Advisor:
             return None
         keys, length = self._prepared_for
         near = abs(now.response_len / length - 1) <= self.settings.drift
-        return self._prepared.get(next(iter(leaving))) if near and keys == _keys(self.plan) else None
+        return self._prepared.get(next(iter(leaving))) if near and keys == keys_of(self.plan) else None
 
     def _go(self, now: _Now, trigger: str, reason: str, look: _Look, target: Target, *, action: str = GO) -> Decision:
         if not self.observe_only and action == GO and self._measured:  # else nothing is tried
@@ -456,7 +411,7 @@ class Advisor:
         considered: Sequence[Target] = (),
         nodes_needed: int | None = None,
     ) -> Decision:
-        regret_s = max((self._regrets.regret_s(_keys(t.found.plan)) for t in considered), default=0.0)
+        regret_s = max((self._regrets.regret_s(keys_of(t.found.plan)) for t in considered), default=0.0)
         return Decision(
             step=now.step, response_len=now.response_len, step_s=now.step_s, trigger=trigger, action=action,
             reason=reason, horizon_steps=self.horizon_steps, considered=self._rows(considered), plan=plan,
@@ -465,8 +420,8 @@ class Advisor:
         )  # fmt: skip
 
     def _rows(self, found: Sequence[Target]) -> tuple[tuple[str, float, float, float], ...]:
-        here = _keys(self.plan)
-        texts = ("as it is" if _keys(t.found.plan) == here else _text(t.found) for t in found)
+        here = keys_of(self.plan)
+        texts = ("as it is" if keys_of(t.found.plan) == here else _text(t.found) for t in found)
         return tuple((text, t.found.seconds, t.stop_s, t.payback_steps) for text, t in zip(texts, found, strict=True))
 
     # Learning ------------------------------------------------------------------------------------------------------
@@ -481,10 +436,10 @@ class Advisor:
         seen = math.log(
             self._ratio(self.plan, first) / trial.ratio
         )  # against what the plan before takes, both as predicted
-        key, before_key = _keys(self.plan), _keys(trial.before)
+        key, before_key = keys_of(self.plan), keys_of(trial.before)
         effect = self._effects.get(before_key, 0.0) + seen
         self._effects[key] = (self._effects[key] + effect) / 2 if key in self._effects else effect
-        before = _at_length(trial.before, response_len)
+        before = at_length(trial.before, response_len)
         missed = seen > math.log1p(self.settings.margin) and seen + trial.gain > 0
         if not missed or nodes_of(before) - self._pool or not self.calibration.fits(before):
             return _Settled(back=None, reason="")
@@ -495,10 +450,10 @@ class Advisor:
 
     def _ratio(self, plan: Plan, steps: Sequence[tuple[float, float]]) -> float:
         """Measured over predicted: the median over (response length, seconds)."""
-        return median(s / step_time(_at_length(plan, length), self.calibration).seconds for length, s in steps)
+        return median(s / step_time(at_length(plan, length), self.calibration).seconds for length, s in steps)
 
     def _missed_before(self, found: Found, response_len: float) -> bool:
-        keys = _keys(found.plan)
+        keys = keys_of(found.plan)
         return any(
             keys == missed and abs(response_len / at - 1) <= 3 * self.settings.drift for missed, at in self._missed
         )
@@ -537,19 +492,8 @@ class _Settled:
     reason: str
 
 
-def _at_length(plan: Plan, response_len: float) -> Plan:
-    return replace(plan, workload=replace(plan.workload, response_len=max(1, math.ceil(response_len))))
-
-
 def _told(reasons: Mapping[str, str]) -> str:
     return ", ".join(f"{node}: {why}" for node, why in sorted(reasons.items()))
-
-
-def _keys(plan: Plan) -> _Keys:
-    return tuple(
-        (s.name, s.tp, s.pp, s.dp, s.cp, s.ep, s.micro_batch, s.recompute, s.zero, s.fsdp, s.pp_split, s.devices)
-        for s in plan.stages
-    )
 
 
 def _text(found: Found) -> str:
