@@ -171,9 +171,9 @@ def document(rows: Sequence[Row], refused: Sequence[Refused]) -> str:
         "",
         *(f"* {line}" for line in _summary_lines(rows)),
         "",
-        "Bound: the flow programme over all ports for the chosen placement. NIC: seconds of the busiest NIC over that "
-        "bound (below 1 where something else limits). Peak: fullest memory space over the bound of the mode. Stop: "
-        "simulated, with set-up priors. Compile: CPU seconds, one core.",
+        "Bound: the flow programme over all ports for the chosen placement, and a message. NIC: seconds of the busiest "
+        "NIC over that programme (below 1 where something else limits). Peak: fullest memory space over the bound of "
+        "the mode. Stop: simulated, with set-up priors. Compile: CPU seconds, one core.",
         "",
         *_markdown(_COLUMNS, [_cells(row) for row in rows]),
         "",
