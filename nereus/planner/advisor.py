@@ -89,7 +89,6 @@ class Advisor:
         self._trial: _Trial | None = None
         self._learned = calibration  # that what follows was measured against
         self._effects: dict[Keys, float] = {}  # logarithm of measured over predicted, against the first plan's
-        self._expected: dict[Keys, float] = {}  # of plans that never ran
         self._missed: list[tuple[Keys, float]] = []  # (a plan, lengths at which it missed)
         self._prepared: dict[str, Contingency] = {}
         self._prepared_for: tuple[Keys, float] | None = None
@@ -206,7 +205,7 @@ class Advisor:
         leaving = used if self._waits else used - self._there
         faulty = used.intersection(self._health.faulty)
         if self.calibration is not self._learned:  # which knows by itself what its plans took
-            self._learned, self._effects, self._expected = self.calibration, {}, {}
+            self._learned, self._effects = self.calibration, {}
             self._look = self._predicted_anew(self._look)
         self._notice_slow(used)
         settled = self._settled(now.response_len)
@@ -295,23 +294,8 @@ class Advisor:
 
     def _gain_s(self, look: _Look, target: Target) -> float:
         """Seconds a step, as predicted, and as what is known of both plans says."""
-        effect = self._effect(target.found.plan) - self._effect(self.plan)
+        effect = self._effects.get(keys_of(target.found.plan), 0.0) - self._effects.get(keys_of(self.plan), 0.0)
         return look.present_s - target.found.seconds * math.exp(effect) / self._faster(target.found.plan)
-
-    def _effect(self, plan: Plan) -> float:
-        """Of a plan that never ran: that of the one which did and is most like it, by the share of a step in stages
-        that have the same layouts."""
-        key = keys_of(plan)
-        if key not in self._effects and key not in self._expected:
-            times = {time.stage: time.seconds for time in step_time(plan, self.calibration).stages}
-            whole = sum(times.values())
-            alike = [
-                (sum(times.get(str(stage[0]), 0.0) for stage in set(key) & set(other)) / whole, effect)
-                for other, effect in self._effects.items()
-            ]
-            share, effect = max(alike, default=(0.0, 0.0), key=lambda pair: pair[0])
-            self._expected[key] = share * effect
-        return self._effects[key] if key in self._effects else self._expected[key]
 
     def _notice_slow(self, used: frozenset[str]) -> None:
         """How much longer steps take than before some node was slow."""
@@ -453,8 +437,7 @@ class Advisor:
             self._ratio(self.plan, first) / trial.ratio
         )  # against what the plan before takes, both as predicted
         key, before_key = keys_of(self.plan), keys_of(trial.before)
-        effect = self._effects.setdefault(before_key, self._effect(trial.before)) + seen
-        self._expected = {}
+        effect = self._effects.get(before_key, 0.0) + seen
         self._effects[key] = (self._effects[key] + effect) / 2 if key in self._effects else effect
         before = at_length(trial.before, response_len)
         missed = seen > math.log1p(self.settings.margin) and seen + trial.gain > 0

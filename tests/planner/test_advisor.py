@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -105,24 +104,6 @@ def test_a_change_that_misses_its_prediction_is_taken_back_and_not_made_again() 
     assert GO not in actions[actions.index(BACK) :]
     assert [s.tp for s in plans[-1].stages] == [s.tp for s in plan.stages]
     assert "were expected" in advisor.log[actions.index(BACK)].reason
-
-
-def test_what_one_plan_shows_is_expected_of_those_that_are_like_it() -> None:
-    """Every plan but the first takes 8 % longer than predicted, less than what is taken back."""
-    plan = plan_of(text())
-    advisor = Advisor(plan, PRIOR, settings=Settings(share=10.0))
-    for step, length in enumerate([1100, 1100, 1100, *[1500] * 5]):
-        slow = 1.0 if advisor.plan.stages == plan.stages else 1.08
-        advisor.observe(step=step, response_len=length, step_s=slow * measured(advisor.plan, length))
-        if step == 3:
-            changed = advisor.plan
-            assert changed.stages != plan.stages
-    assert advisor._effect(plan) == 0 and advisor._effect(changed) == pytest.approx(math.log(1.08), rel=0.01)
-    (train,) = [stage for stage in changed.stages if stage.name == "actor.train"]
-    other = replace(changed, stages=tuple(replace(s, micro_batch=64) if s == train else s for s in changed.stages))
-    times = {time.stage: time.seconds for time in step_time(other, PRIOR).stages}
-    shared = 1 - times["actor.train"] / sum(times.values())
-    assert 0.3 < shared < 1 and advisor._effect(other) == pytest.approx(shared * math.log(1.08), rel=0.01)
 
 
 def test_watching_decides_the_same_and_changes_nothing() -> None:
