@@ -38,7 +38,7 @@ def test_wheel_holds_data_and_nothing_foreign(wheel: Path):
     assert "nereus/models/data/hardware.csv" in names
     assert "nereus/cli/schemas/check.json" in names
     assert "nereus/py.typed" in names
-    assert {f"nereus/kernels/{name}" for name in ("cells.h", "regions.c", "regions.cu")} <= names
+    assert {f"nereus/kernels/{name}" for name in ("cells.h", "sums.h", "regions.c", "flow.c", "regions.cu")} <= names
     assert {name.split("/")[0] for name in names} == {
         "nereus",
         next(n for n in names if ".dist-info" in n).split("/")[0],

@@ -107,7 +107,7 @@ class Wave:
     release: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Program:
     """One device's part. All programs of a transition have equally many waves and the same ``digest`` and ``mode``.
 

@@ -13,10 +13,13 @@ from pathlib import Path
 
 
 def source(name: str) -> bytes:
-    """A source file of this package with ``cells.h`` in place of its ``#include``, so that it is one file."""
-    folder = resources.files("nereus.kernels")
-    cells = folder.joinpath("cells.h").read_bytes()
-    return folder.joinpath(name).read_bytes().replace(b'#include "cells.h"', cells)
+    """A source file of this package with its headers in place of their ``#include``, so that it is one file."""
+    text = resources.files("nereus.kernels").joinpath(name).read_bytes()
+    for header in ("sums.h", "cells.h"):
+        line = f'#include "{header}"'.encode()
+        if line in text:
+            text = text.replace(line, source(header))
+    return text
 
 
 def cached(stem: str, suffix: str, material: bytes, make: Callable[[Path], Path]) -> Path | None:

@@ -1,4 +1,4 @@
-"""The kernel for CPUs: builds ``regions.c`` with the system's C compiler at first use.
+"""The kernel for CPUs: builds ``regions.c`` and ``flow.c`` with the system's C compiler at first use.
 
 Never required: without a compiler, or where anything about the cache or the library is not as it should be, there is
 none, and torch and numpy do the work. ``NEREUS_NATIVE=0`` asks for that.
@@ -52,34 +52,41 @@ def one(region: tuple[int, ...], bases: tuple[int, int]) -> int:
 @functools.cache
 def load() -> Regions | None:
     """``nereus_regions``, or None where it cannot be had."""
-    if os.environ.get("NEREUS_NATIVE") == "0" or sys.byteorder != "little" or not hasattr(os, "getuid"):
+    found = library()
+    if found is None:
         return None
-    try:
-        path = _built()
-        if path is None:
-            return None
-        function = ctypes.CDLL(str(path)).nereus_regions
-    except (OSError, AttributeError, subprocess.SubprocessError):
-        return None
+    function = found.nereus_regions
     function.restype = None
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
     regions: Regions = function
     return regions if all(_agrees(regions, width) for width in (1, 2, 4, 8)) else None
 
 
+def library() -> ctypes.CDLL | None:
+    """All that was built, or None where it cannot be had."""
+    if os.environ.get("NEREUS_NATIVE") == "0" or sys.byteorder != "little" or not hasattr(os, "getuid"):
+        return None
+    try:
+        path = _built()
+        return None if path is None else ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
 def _built() -> Path | None:
-    """The library for this source on this kind of machine, compiled if it is not in the cache yet."""
-    text, compiler = source("regions.c"), shutil.which("cc")
+    """The library for these sources on this kind of machine, compiled if it is not in the cache yet."""
+    texts, compiler = {name: source(name) for name in ("regions.c", "flow.c")}, shutil.which("cc")
 
     def make(work: Path) -> Path:
         if compiler is None:
             raise FileNotFoundError("no C compiler")
-        (work / "regions.c").write_bytes(text)
-        command = [compiler, "-O3", "-shared", "-fPIC", "-o", "regions.so", "regions.c"]
+        for name, text in texts.items():
+            (work / name).write_bytes(text)
+        command = [compiler, "-O3", "-shared", "-fPIC", "-o", "native.so", *texts]
         subprocess.run(command, cwd=work, check=True, capture_output=True, timeout=_BUILD_S)
-        return work / "regions.so"
+        return work / "native.so"
 
-    return cached("regions", ".so", text, make)
+    return cached("native", ".so", b"".join(texts.values()), make)
 
 
 def _agrees(regions: Regions, width: int) -> bool:

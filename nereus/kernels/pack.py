@@ -142,17 +142,6 @@ def in_place_bytes(storages: Storages, what: Packing) -> torch.Tensor:
     return data.narrow(0, int(run[OFFSET]), int(run[NUM_COLS])).view(torch.uint8)
 
 
-def rows_in_place(storages: Storages, what: Packing) -> torch.Tensor | None:
-    """[rows, bytes of a row], uint8: a packing of one block as it lies in its storage; None for any other."""
-    if len(what.table) != 1:
-        return None
-    _, offset, rows, cols, stride, _, _ = what.table[0].tolist()
-    data = storages[int(what.table[0, STORAGE])]
-    width = data.element_size()
-    start = data.storage_offset() * width + offset * width
-    return data.view(torch.uint8).as_strided((rows, cols * width), (stride * width, 1), start)
-
-
 def copy_blocks(storages: Storages, src: IntArray, dst: IntArray, *, cast: bool = False) -> None:
     """``dst[i] = src[i]``, block by block; ``cast`` converts numbers (round to nearest even), else bits are copied."""
     src, dst = join_pairs(src, dst)

@@ -18,24 +18,21 @@ import torch
 
 from nereus.ir.cluster import Device
 from nereus.ir.program import LocalCopy, Message, Program, StorageSpec, Wave
-from nereus.ir.units import DTYPE_BYTES
-from nereus.kernels.checksum import tensor_key
-from nereus.kernels.move import copy, gather, land, pieces, stored
-from nereus.kernels.pack import Packing, in_place_bytes, rows_in_place
+from nereus.kernels.flow import Flow
+from nereus.kernels.move import copy, gather, land, stored
+from nereus.kernels.pack import in_place_bytes
 from nereus.runtime.account import (
     Account,
     ExecutionReport,
     Progress,
     Released,
     Stopwatch,
-    promised_peak,
     resident_bytes,
 )
+from nereus.runtime.cut import Cut, Piece, cut
 from nereus.runtime.faults import DAMAGED_MESSAGE, DIFFERENT_DIGEST, WRONG_STATE, Fault, first_line
 from nereus.runtime.state import Allocate, DeviceState, allocate, key_of, same_place
-from nereus.runtime.transports.attach import LEAST_ROW_BYTES
-from nereus.runtime.transports.base import TURNS, Outgoing, Parcel, Transport
-from nereus.runtime.validate import validate
+from nereus.runtime.transports.base import NO_DATA, TURNS, Outgoing, Parcel, Transport
 
 TIGHT = "tight"
 
@@ -50,6 +47,8 @@ class ExecutorOptions:
     allocate: Allocate = allocate
     progress: Callable[[Progress], None] | None = None
     on_wave: Callable[[int], None] | None = None
+    #: Addresses of storages, by number, of an earlier run of the same programs on the same memory; filled in.
+    bases: dict[Device, npt.NDArray[np.int64]] = field(default_factory=dict)
 
 
 class ExecutionFailed(Exception):
@@ -63,12 +62,12 @@ class ExecutionFailed(Exception):
 
 @dataclass(slots=True)
 class _Participant:
-    """One device at work. Arrays are by storage number."""
+    """One device at work. ``bases``: by storage number, the address of those in CPU memory that flows may use."""
 
     program: Program
     state: DeviceState
-    widths: npt.NDArray[np.int64]
-    keys: npt.NDArray[np.uint64]
+    bases: npt.NDArray[np.int64]
+    cut: Cut = field(init=False)  # once it is known that the program is sound
     data: dict[int, torch.Tensor] = field(default_factory=dict)
     account: Account = field(default_factory=Account)
 
@@ -79,15 +78,29 @@ class _Participant:
     def spec(self, number: int) -> StorageSpec:
         return self.program.storages[number]
 
+    def flow(self, piece: Piece, least_row_bytes: int | None) -> Flow | None:
+        """The piece on its way from or to where it lies, if it can go so."""
+        course = piece.course
+        if course is None or least_row_bytes is None or course.row_bytes < min(least_row_bytes, course.num_bytes):
+            return None
+        for number in course.storages.tolist():
+            if not self.bases[number]:
+                data = self.data[number]
+                if data.device.type != "cpu" or not data.is_contiguous() or data.nbytes != self.cut.sizes[number]:
+                    return None
+                self.bases[number] = data.data_ptr()
+        return course.at(self.bases)
+
 
 @dataclass(slots=True)
 class _InFlight:
-    """A message under way. ``buffers``: one for each piece; ``staged``: whether it is staging, not the storage itself.
-    Staged pieces share memory in turns: a core still has it in its cache."""
+    """A message under way. Of each piece: a flow, or bytes in ``buffers``; ``staged``: whether those are staging, not
+    the storage itself. Staged pieces share memory in turns: a core still has it in its cache."""
 
     owner: _Participant
     message: Message
-    pieces: tuple[Packing, ...]
+    pieces: tuple[Piece, ...]
+    flows: list[Flow | None] = field(default_factory=list)
     buffers: list[torch.Tensor] = field(default_factory=list)
     staged: list[bool] = field(default_factory=list)
     staged_bytes: int = 0
@@ -121,7 +134,12 @@ class _Executor:
     ) -> None:
         self.transport = transport
         self.options = options
-        self.participants = [_participant(programs[device], states[device]) for device in sorted(programs)]
+        self.participants = [
+            _Participant(
+                programs[device], states[device], options.bases.setdefault(device, _no_bases(programs[device]))
+            )
+            for device in sorted(programs)
+        ]
         self.clock = Stopwatch()
         self.sent = self.copied = self.num_messages = self.direct = 0
         self.received: dict[int, int] = {}
@@ -161,7 +179,7 @@ class _Executor:
                 for p in self.participants
             ),
             num_messages=self.num_messages,
-            promised=tuple((p.device, promised_peak(p.program)) for p in self.participants),
+            promised=tuple((p.device, p.cut.promised) for p in self.participants),
             released=Released(accounted=accounted, read=read),
             phases_s=tuple(self.clock.phases.items()),
             direct_bytes=self.direct,
@@ -174,8 +192,8 @@ class _Executor:
         problem = ""
         try:
             for p in self.participants:
+                p.cut = cut(p.program)
                 self._adopt(p)
-                validate(p.program)
         except Fault as fault:
             problem = fault.encode()
         digests = sorted({p.program.digest for p in self.participants})
@@ -200,7 +218,7 @@ class _Executor:
                 text = f"{key_of(spec)} has another extent than the old plan says"
                 raise Fault(WRONG_STATE, text, where=str(p.device))
             p.data[spec.id] = held.data
-            p.account.add(_num_bytes(held.data), host=spec.host)
+            p.account.add(p.cut.sizes[spec.id], host=spec.host)
 
     # -- waves --------------------------------------------------------------------------------------------------------
 
@@ -237,13 +255,13 @@ class _Executor:
                 spec = p.spec(number)
                 data = self.options.allocate(spec)
                 p.data[number] = data
-                p.account.add(_num_bytes(data), host=spec.host)
+                p.account.add(p.cut.sizes[number], host=spec.host)
 
     def _copies(self, copies: Iterable[tuple[_Participant, LocalCopy]]) -> None:
         for p, blocks in copies:
             self._blame(p)
             copy(p.data, blocks.src.table, blocks.dst.table, cast=blocks.cast)
-            self.copied += _bytes_of(blocks.dst.table, p.widths)
+            self.copied += _bytes_of(blocks.dst.table, p.cut.widths)
 
     def _flights(self, messages: Iterable[tuple[_Participant, Message]], *, sends: bool = False) -> list[_InFlight]:
         """The messages cut, and staging for all pieces that the transport cannot take from or put to their place: for
@@ -251,43 +269,52 @@ class _Executor:
         flights = []
         for p, message in messages:
             self._blame(p)
-            flight = _InFlight(p, message, pieces(message.blocks.table, p.widths))
-            direct = self.transport.direct(p.device, message.peer)
-            places = [_place(p.data, what, direct=direct) for what in flight.pieces]
-            flight.staged = [place is None for place in places]
-            sizes = [what.num_bytes for what, staged in zip(flight.pieces, flight.staged, strict=True) if staged]
+            flight = _InFlight(p, message, p.cut.of(message))
+            ends = (p.device, message.peer) if sends else (message.peer, p.device)
+            least, direct = self.transport.least_row_bytes(*ends), self.transport.direct(*ends)
+            flight.flows = [p.flow(piece, least) for piece in flight.pieces]
+            flight.staged = [
+                flow is None and not piece.what.in_place
+                for flow, piece in zip(flight.flows, flight.pieces, strict=True)
+            ]
+            sizes = [piece.num_bytes for piece, staged in zip(flight.pieces, flight.staged, strict=True) if staged]
             size, few = _aligned(max(sizes, default=0)), min(TURNS if sends and direct else 1, len(sizes))
             room = flight.room = self.transport.staging.take(size * few)
             flight.staged_bytes = min(sum(sizes), size * few)
             p.account.stage(flight.staged_bytes)
             turn = 0
-            for what, place in zip(flight.pieces, places, strict=True):
-                if place is None:
-                    place = room.narrow(0, turn % few * size, what.num_bytes)
+            for piece, flow, staged in zip(flight.pieces, flight.flows, flight.staged, strict=True):
+                place = NO_DATA
+                if staged:
+                    place = room.narrow(0, turn % few * size, piece.num_bytes)
                     turn += 1
+                elif flow is None:
+                    place = in_place_bytes(p.data, piece.what)
                 flight.buffers.append(place)
             flights.append(flight)
         return flights
 
     def _exchange(self, receives: list[_InFlight], sends: list[_InFlight]) -> None:
         """Each piece is packed when it can go, and what arrives is put to its place, and read back from there for the
-        checksum, while others are under way."""
+        checksum, while others are under way. A flow is summed on its way."""
         flights = {flight.message.tag: flight for flight in receives}
         parcels = [
-            Parcel(flight.message.tag, flight.message.peer, flight.owner.device, data, part=part)
+            Parcel(flight.message.tag, flight.message.peer, flight.owner.device, data, part=part, flow=flow)
             for flight in receives
-            for part, data in enumerate(flight.buffers)
+            for part, (data, flow) in enumerate(zip(flight.buffers, flight.flows, strict=True))
         ]
         outgoing = [Outgoing(f.message.tag, f.owner.device, f.message.peer, self._packed(f)) for f in sends]
 
         def arrived(parcel: Parcel, checksum: int) -> None:
             flight = flights[parcel.tag]
-            p, what = flight.owner, flight.pieces[parcel.part]
+            p, what = flight.owner, flight.pieces[parcel.part].what
             self._blame(p)
-            if flight.staged[parcel.part]:
-                found = self._timed("unpack", lambda: land(p.data, what, p.keys, parcel.data))
+            if parcel.flow is not None:
+                found = parcel.flow.total()
+            elif flight.staged[parcel.part]:
+                found = self._timed("unpack", lambda: land(p.data, what, p.cut.keys, parcel.data))
             else:
-                found = self._timed("verify", lambda: stored(p.data, what, p.keys))
+                found = self._timed("verify", lambda: stored(p.data, what, p.cut.keys))
             if found != checksum:
                 raise self._damaged(flight)
             self._blame(None)
@@ -305,13 +332,21 @@ class _Executor:
 
     def _packed(self, flight: _InFlight) -> Iterator[Parcel]:
         p, message = flight.owner, flight.message
-        for part, (what, data, staged) in enumerate(zip(flight.pieces, flight.buffers, flight.staged, strict=True)):
+        direct = self.transport.direct(p.device, message.peer)
+        for part, (piece, flow, data, staged) in enumerate(
+            zip(flight.pieces, flight.flows, flight.buffers, flight.staged, strict=True)
+        ):
             self._blame(p)
-            begin = time.monotonic()
-            total = gather(p.data, what, p.keys, data) if staged else stored(p.data, what, p.keys)
+            begin, total = time.monotonic(), 0
+            if staged:
+                total = gather(p.data, piece.what, p.cut.keys, data)
+            elif flow is None:
+                total = stored(p.data, piece.what, p.cut.keys)
+            elif direct:
+                total = flow.summed()
             self.clock.add("pack", time.monotonic() - begin)
             self._blame(None)
-            yield Parcel(message.tag, p.device, message.peer, data, total, part, staged)
+            yield Parcel(message.tag, p.device, message.peer, data, total, part, staged, flow)
 
     def _damaged(self, flight: _InFlight) -> Fault:
         first = flight.owner.spec(int(flight.message.blocks.table[0, 0]))
@@ -327,7 +362,8 @@ class _Executor:
         for number in numbers:
             spec = p.spec(number)
             self.released = True
-            p.account.add(-_num_bytes(p.data.pop(number)), host=spec.host)
+            p.account.add(-p.cut.sizes[number], host=spec.host)
+            del p.data[number]
             held = p.state.held.get(key_of(spec))
             if held is not None and held.spec.numel == spec.numel and same_place(held.spec, spec):
                 del p.state.held[key_of(spec)]
@@ -336,7 +372,7 @@ class _Executor:
         """Bytes let go."""
         accounted = 0
         for p in self.participants:
-            accounted += sum(_num_bytes(p.data[number]) for number in p.program.commit_release)
+            accounted += sum(p.cut.sizes[number] for number in p.program.commit_release)
             self._release(p, p.program.commit_release)
             for number, data in p.data.items():
                 if p.spec(number).role in ("new", "kept"):
@@ -368,28 +404,13 @@ class _Executor:
         return sum(self.received.values())
 
 
-def _participant(program: Program, state: DeviceState) -> _Participant:
-    widths = np.array([DTYPE_BYTES[s.dtype] for s in program.storages], dtype=np.int64)
-    keys = np.array([tensor_key(s.model, s.tensor, s.slot) for s in program.storages], dtype=np.uint64)
-    return _Participant(program=program, state=state, widths=widths, keys=keys)
+def _no_bases(program: Program) -> npt.NDArray[np.int64]:
+    return np.zeros(len(program.storages), dtype=np.int64)
 
 
 def _aligned(num_bytes: int) -> int:
     """Room for that many bytes, so that the next piece's elements are aligned."""
     return -(-num_bytes // 8) * 8
-
-
-def _place(data: Mapping[int, torch.Tensor], what: Packing, *, direct: bool) -> torch.Tensor | None:
-    """A piece's bytes where they lie, if they can travel from or to there: one run, or rows that are long enough for a
-    transport that is ``direct``."""
-    if what.in_place:
-        return in_place_bytes(data, what)
-    rows = rows_in_place(data, what) if direct else None
-    return rows if rows is not None and rows.shape[1] >= LEAST_ROW_BYTES else None
-
-
-def _num_bytes(data: torch.Tensor) -> int:
-    return data.numel() * data.element_size()
 
 
 def _bytes_of(table: npt.NDArray[np.int64], widths: npt.NDArray[np.int64]) -> int:

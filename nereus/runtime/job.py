@@ -195,13 +195,16 @@ def _corrupt(drill: Drill, transport: Transport) -> None:
     def damaged(pieces: Iterator[Parcel]) -> Iterator[Parcel]:
         nonlocal done
         for parcel in pieces:
-            data = parcel.data
-            if not done:
-                done = True
-                data = data.clone().view(-1)
-                data[len(data) // 2] ^= 16
-                kept.append(data)
-            yield Parcel(parcel.tag, parcel.src, parcel.dst, data, parcel.checksum, parcel.part, parcel.staged)
+            if done:
+                yield parcel
+                continue
+            done, data, checksum = True, parcel.data.clone(), parcel.checksum
+            if parcel.flow is not None:
+                data = torch.frombuffer(bytearray(parcel.flow.content()), dtype=torch.uint8)
+                checksum = parcel.flow.summed()
+            data[len(data) // 2] ^= 16
+            kept.append(data)
+            yield replace(parcel, data=data, checksum=checksum, flow=None)
 
     kept: list[torch.Tensor] = []  # a receiver may read it later
 

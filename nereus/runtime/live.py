@@ -13,7 +13,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ import torch.distributed
 
 from nereus.ir.cluster import Device
 from nereus.ir.described import primary_fragments
+from nereus.ir.layout import IntArray
 from nereus.ir.program import Program, StorageSpec
 from nereus.ir.tensor import LogicalTensor
 from nereus.runtime.account import ExecutionReport
@@ -183,6 +184,7 @@ class Prepared:
     rank: int
     size: int
     address: str
+    bases: dict[Device, IntArray] = field(default_factory=dict)
 
     def run(self, store: Any, name: str, deadline_s: float, connections: Connections | None = None) -> ExecutionReport:
         """All processes at once. ``name``: of this run, unique in the store. ``connections``: of an earlier run, or for
@@ -194,7 +196,7 @@ class Prepared:
                 if spec.role == "old":
                     states[program.device].put(spec, self.memory[program.device, spec.id])
         programs = {program.device: program for program in self.programs}
-        report = _execute(programs, states, self.memory, transport, deadline_s)
+        report = _execute(programs, states, self.memory, transport, deadline_s, self.bases)
         _after([self.after] if self.after else [])
         return replace(report, dropped=self.part.dropped)
 
@@ -389,7 +391,7 @@ def move_here(
     for each in bound:
         programs.update((program.device, program) for program in each.programs)
         states.update(each.states)
-    report = _execute(programs, states, memory, InProcess(), 60.0)
+    report = _execute(programs, states, memory, InProcess(), 60.0, {})
     _after([b for b in new if b])
     return replace(report, dropped=first.dropped)
 
@@ -403,6 +405,7 @@ def _execute(
     memory: dict[tuple[Device, int], torch.Tensor],
     transport: Any,
     deadline_s: float,
+    bases: dict[Device, IntArray],
 ) -> ExecutionReport:
     by_key = {
         id(spec): memory[device, spec.id] for device, p in programs.items() for spec in p.storages if spec.role == "new"
@@ -411,7 +414,7 @@ def _execute(
     def give(spec: StorageSpec) -> torch.Tensor:
         return by_key[id(spec)]
 
-    return execute(programs, states, transport, ExecutorOptions(deadline_s=deadline_s, allocate=give))
+    return execute(programs, states, transport, ExecutorOptions(deadline_s=deadline_s, allocate=give, bases=bases))
 
 
 def _bound(

@@ -182,14 +182,15 @@ def main(
         broken = True
         strike(fault["kind"])
 
-    def on_piece(data: torch.Tensor) -> None:
+    def on_piece(data: torch.Tensor) -> int:
         nonlocal broken
         if fault is None or broken or device != fault["device"] or next(pieces) != fault.get("piece"):
-            return
+            return 0
         broken = True
-        if fault["kind"] == "corrupt":
-            data.view(-1)[len(data) // 2] ^= 16
         strike(fault["kind"])
+        if fault["kind"] == "corrupt" and len(data):
+            data[len(data) // 2] ^= 16
+        return 16 if fault["kind"] == "corrupt" and not len(data) else 0
 
     def strike(kind: str) -> None:
         Path(folder, f"struck-{device}").touch()
@@ -307,19 +308,19 @@ def main(
         raise SystemExit(3 if error.code == EXPELLED else 4) from None
 
 
-def _tell_of_pieces(on_piece: Callable[[torch.Tensor], None]) -> None:
-    """``on_piece`` is called with the memory of everything that arrives in a move, before it is looked at."""
+def _tell_of_pieces(on_piece: Callable[[torch.Tensor], int]) -> None:
+    """``on_piece`` is called with the memory of everything that arrives in a move, before it is looked at; with nothing
+    for what was summed on its way, whose checksum it may then change."""
     for kind in (Sockets, ProcessGroups):
         _tell_of_pieces_of(kind, on_piece)
 
 
-def _tell_of_pieces_of(kind: Any, on_piece: Callable[[torch.Tensor], None]) -> None:
+def _tell_of_pieces_of(kind: Any, on_piece: Callable[[torch.Tensor], int]) -> None:
     genuine = kind.exchange
 
     def exchange(self: Any, sends: Any, receives: Any, arrived: Any, deadline_s: float) -> None:
         def told(parcel: Parcel, checksum: int) -> None:
-            on_piece(parcel.data)
-            arrived(parcel, checksum)
+            arrived(parcel, checksum ^ on_piece(parcel.data))
 
         genuine(self, sends, receives, told, deadline_s)
 

@@ -10,14 +10,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from nereus.kernels.flow import Flow, calls  # noqa: E402
 from nereus.kernels.move import PIECE_BYTES  # noqa: E402
-from nereus.runtime.transports.attach import Card, Rows, meet, read, reason  # noqa: E402
+from nereus.runtime.transports.attach import Card, meet, place_of, read, reason  # noqa: E402
 
 CHILD = Path(__file__).with_name("attach_child.py")
 NUM_BYTES = 2 * 512 * 8192 * 2
@@ -36,39 +38,35 @@ needs_reads = pytest.mark.skipif(not can_read(), reason="this system does not le
 
 @needs_reads
 @settings(max_examples=40, deadline=None)
-@given(
-    st.sampled_from([1, 2, 3, 1024, 1025, 2500]),
-    st.integers(1, 40),
-    st.integers(0, 9),
-    st.integers(0, 9),
-    st.sampled_from(["rows", "whole to rows", "rows to whole"]),
-)
-def test_rows_come_to_their_places(num: int, size: int, gap: int, other: int, kind: str) -> None:
+@given(st.sampled_from([1, 2, 3, 1024, 1025, 2500]), st.integers(1, 40), st.integers(0, 9), st.booleans())
+def test_rows_are_read_into_one_run(num: int, size: int, gap: int, two: bool) -> None:
+    """Without a C compiler too; flows of any shape are in tests/kernels/test_flow.py."""
     source = torch.randint(0, 256, (num, size + gap), dtype=torch.uint8)
-    target = torch.zeros(num, size + other, dtype=torch.uint8)
-    remote, local = source[:, :size], target[:, :size]
-    if kind == "whole to rows":
-        remote = remote.contiguous().view(-1)
-    if kind == "rows to whole":
-        local = torch.zeros(num * size, dtype=torch.uint8)
-    read(os.getpid(), Rows.of(remote), Rows.of(local))
-    assert torch.equal(local.reshape(num, size), source[:, :size])
-    assert not target[:, size:].any()
+    places = np.array([[source.data_ptr(), num, size, size + gap]])
+    wanted = source[:, :size].reshape(-1)
+    if two:
+        places, wanted = np.concatenate((places, places)), torch.cat((wanted, wanted))
+    target = torch.zeros(len(wanted) + 1, dtype=torch.uint8)
+    read(os.getpid(), places, target[:-1])
+    assert torch.equal(target[:-1], wanted)
+    assert not target[-1]
 
 
 @needs_reads
 def test_what_cannot_be_read_is_an_error_that_says_so() -> None:
     room = torch.zeros(64, dtype=torch.uint8)
-    with pytest.raises(OSError, match="are sent, not 64"):
-        read(os.getpid(), Rows(room.data_ptr(), 1, 32, 0), Rows.of(room))
-    with pytest.raises(OSError) as caught:
-        read(os.getpid(), Rows(8, 1, 64, 0), Rows.of(room))
-    assert caught.value.errno == errno.EFAULT
+    flow = Flow(np.array([[room.data_ptr(), 1, 64, 64, 1, 0, 0, 0]]), 64)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    with pytest.raises(OSError) as caught:
-        read(ended.pid, Rows.of(room), Rows.of(room))
-    assert caught.value.errno == errno.ESRCH
+    for into in (room, flow) if calls() is not None else (room,):
+        with pytest.raises(OSError, match="are sent, not 64"):
+            read(os.getpid(), place_of(room[:32]), into)
+        with pytest.raises(OSError) as caught:
+            read(os.getpid(), np.array([[8, 1, 64, 64]]), into)
+        assert caught.value.errno == errno.EFAULT
+        with pytest.raises(OSError) as caught:
+            read(ended.pid, place_of(room), into)
+        assert caught.value.errno == errno.ESRCH
 
 
 @needs_reads
@@ -121,10 +119,18 @@ def test_a_move_takes_rows_from_storage_to_storage(tmp_path: Path) -> None:
 
 
 @pytest.mark.procs
-def test_switched_off_the_same_bytes_come_over_tcp(tmp_path: Path) -> None:
-    said = moved(tmp_path, NEREUS_SAME_HOST="0")
+@pytest.mark.parametrize("without", ["compiler", "reads", "both"])
+def test_switched_off_the_same_bytes_come_in_other_ways(tmp_path: Path, without: str) -> None:
+    """Without a compiler rows are staged by both ends, without reads they come over TCP."""
+    environ = {"compiler": {"NEREUS_NATIVE": "0"}, "reads": {"NEREUS_SAME_HOST": "0"}}
+    said = moved(
+        tmp_path, **{k: v for name, each in environ.items() if without in (name, "both") for k, v in each.items()}
+    )
     assert said["right"] is True
-    assert (said["direct"], said["received"], said["staging"]) == (0, NUM_BYTES, PIECE_BYTES)
+    assert said["received"] == NUM_BYTES
+    assert said["direct"] == (NUM_BYTES if without == "compiler" and can_read() else 0)
+    flows = calls() is not None and without == "reads"
+    assert said["staging"] == (0 if flows else PIECE_BYTES)
 
 
 @needs_reads

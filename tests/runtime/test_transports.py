@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import select
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,12 +28,13 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from nereus.ir.cluster import Device  # noqa: E402
+from nereus.kernels.flow import Flow, calls  # noqa: E402
 from nereus.runtime.communicator import Communicator, abort_all, open_communicators  # noqa: E402
 from nereus.runtime.faults import Fault  # noqa: E402
 from nereus.runtime.transports.base import TURNS, Outgoing, Parcel  # noqa: E402
 from nereus.runtime.transports.choice import Kept, between  # noqa: E402
 from nereus.runtime.transports.groups import opponents  # noqa: E402
-from nereus.runtime.transports.link import BYTES, DONE, Frame, Link  # noqa: E402
+from nereus.runtime.transports.link import BYTES, DONE, TEXT, Frame, Link  # noqa: E402
 from nereus.runtime.transports.mesh import connected  # noqa: E402
 from nereus.runtime.transports.sockets import Sockets, open_store  # noqa: E402
 
@@ -443,27 +446,50 @@ def test_nccl_without_a_gpu_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from([BYTES, DONE]), st.integers(0, 5000)), max_size=20), st.integers(1, 4096))
-def test_frames_come_through_in_whatever_parts(frames: list[tuple[int, int]], most: int) -> None:
-    """A connection that passes little at a time, and a receiver that has no place for every other frame at first."""
+@given(
+    st.lists(st.tuples(st.sampled_from([BYTES, TEXT, DONE]), st.integers(0, 5000), st.booleans()), max_size=20),
+    st.integers(1, 4096),
+)
+def test_frames_come_through_in_whatever_parts(frames: list[tuple[int, int, bool]], most: int) -> None:
+    """A connection that passes little at a time, and a receiver that has no place for every other frame at first;
+    either end may have a flow where the other has bytes."""
     a, b = socket.socketpair()
-    came: list[tuple[int, int, bytes]] = []
+    came: list[tuple[int, int, bytes, int]] = []
     asked: set[int] = set()
+    flows = calls() is not None
 
-    def place(frame: Frame) -> memoryview | None:
+    def flowing(memory: Any) -> Flow:
+        return Flow(np.array([[memory.ctypes.data, 1, len(memory), len(memory), 1, 7, 0, 0]]), len(memory))
+
+    def place(frame: Frame) -> memoryview | Flow | None:
         if frame.tag % 2 and frame.tag not in asked:
             asked.add(frame.tag)
             return None
-        return memoryview(bytearray(frame.size))
+        rooms.append(np.zeros(frame.size, dtype=np.uint8))
+        return (
+            flowing(rooms[-1])
+            if flows and frame.kind == BYTES and frame.tag % 3 == 0 and frame.size
+            else rooms[-1].data
+        )
+
+    def arrived(frame: Frame, body: memoryview | Flow) -> None:
+        if isinstance(body, Flow):
+            assert body.total() == frame.checksum
+        came.append((frame.kind, frame.tag, rooms[-1].tobytes(), frame.checksum))
 
     a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, most)
+    rooms: list[Any] = []
     try:
-        sender, receiver = (Link(s, place, lambda f, body: came.append((f.kind, f.tag, bytes(body)))) for s in (a, b))
+        sender, receiver = (Link(s, place, arrived) for s in (a, b))
         expected = []
-        for tag, (kind, size) in enumerate(frames):
-            body = bytes((tag + i) % 256 for i in range(size)) if kind == BYTES else b""
-            sender.put(Frame(kind, tag, size=len(body)), memoryview(body))
-            expected.append((kind, tag, body))
+        kept = []
+        for tag, (kind, size, flows_out) in enumerate(frames):
+            body = np.arange(tag, tag + (0 if kind == DONE else size), dtype=np.int64).astype(np.uint8)
+            kept.append(body)
+            total = flowing(body).summed() if flows and len(body) else 11
+            out = flowing(body) if flows_out and flows and kind == BYTES and len(body) else body.data
+            sender.put(Frame(kind, tag, size=len(body), checksum=0 if isinstance(out, Flow) else total), out)
+            expected.append((kind, tag, body.tobytes(), total))
         while sender.writing or len(came) < len(frames):
             sender.write()
             receiver.read()
@@ -475,6 +501,32 @@ def test_frames_come_through_in_whatever_parts(frames: list[tuple[int, int]], mo
     finally:
         a.close()
         b.close()
+
+
+def test_what_is_shorter_than_a_frame_is_waited_for_after_a_halt() -> None:
+    """A connection says nothing before as much is there as is wanted: that changes when a frame gets its place."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        a = socket.create_connection(server.getsockname())
+        b = server.accept()[0]
+    came: list[bytes] = []
+    ready: list[bool] = []
+    with a, b:
+        sender, receiver = (
+            Link(
+                s, lambda f: memoryview(bytearray(f.size)) if ready else None, lambda _, body: came.append(bytes(body))
+            )
+            for s in (a, b)
+        )
+        receiver.read()  # nothing yet: a whole frame is waited for
+        sender.put(Frame(TEXT, size=3), memoryview(b"abc"))
+        sender.write()
+        while not receiver.halted:
+            receiver.read()
+        ready.append(True)
+        receiver.resume()
+        assert select.select([b], [], [], 5.0)[0] == [b]
+        receiver.read()
+        assert came == [b"abc"]
 
 
 def test_processes_with_thousands_of_descriptors_meet(tmp_path: Path) -> None:

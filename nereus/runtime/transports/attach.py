@@ -17,63 +17,55 @@ import ctypes
 import errno
 import os
 import threading
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
+
+from nereus.kernels.flow import ADDRESS, ROW_BYTES, ROWS, STRIDE, Flow
+from nereus.kernels.pack import IntArray
 
 #: Segments of one call on each side (the system's IOV_MAX).
 _MOST = 1024
-#: Rows shorter than this are packed by the sender: the system spends as much on each as on copying a kilobyte.
+#: Rows of another process shorter than this are packed by it: the system spends as much on each as on copying a
+#: kilobyte.
 LEAST_ROW_BYTES = 1024
 _NONCE_BYTES = 16
 _PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, -1
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """``num`` rows of ``num_bytes`` bytes in some process's memory, ``stride`` bytes from one to the next."""
-
-    address: int
-    num: int
-    num_bytes: int
-    stride: int
-
-    @classmethod
-    def of(cls, data: torch.Tensor) -> Rows:
-        """``data``: uint8 on a CPU, contiguous or [rows, bytes of a row]."""
-        if data.dim() == 1:
-            return cls(data.data_ptr(), 1, len(data), 0)
-        return cls(data.data_ptr(), len(data), data.shape[1], data.stride(0))
-
-    def segments(self, first: int, count: int, size: int) -> npt.NDArray[np.uint64]:
-        """[segments, (address, bytes)] of rows ``first ..`` of ``size`` bytes each."""
-        if self.num == 1:
-            return np.array([[self.address + first * size, count * size]], dtype=np.uint64)
-        out = np.empty((count, 2), dtype=np.uint64)
-        out[:, 0] = self.address + np.arange(first, first + count) * self.stride
-        out[:, 1] = size
-        return out
-
-
-def read(pid: int, remote: Rows, local: Rows) -> None:
-    """Bytes of process ``pid`` into this one's memory; one of the two may be in one piece. Raises OSError: ESRCH where
-    the process is gone, EFAULT where its memory is, EPERM."""
-    num, num_bytes = max(remote.num, local.num), local.num * local.num_bytes
-    if remote.num * remote.num_bytes != num_bytes or num_bytes % num or min(remote.num, local.num) not in (1, num):
-        raise OSError(errno.EINVAL, f"{remote.num} x {remote.num_bytes} bytes are sent, not {num_bytes}")
-    size = num_bytes // num
-    for first in range(0, num, _MOST):
-        count = min(_MOST, num - first)
-        into, out_of = local.segments(first, count, size), remote.segments(first, count, size)
-        got = _readv()(pid, into.ctypes.data, len(into), out_of.ctypes.data, len(out_of), 0)
-        if got != count * size:
+def read(pid: int, places: IntArray, into: torch.Tensor | Flow) -> None:
+    """Bytes of process ``pid`` into this one's memory. ``places``: columns of ``flow.py``. ``into``: a tensor is uint8
+    and in one piece. Raises OSError: ESRCH where the process is gone, EFAULT where its memory is, EPERM."""
+    num_bytes = into.num_bytes if isinstance(into, Flow) else len(into)
+    sent = int((places[:, ROWS] * places[:, ROW_BYTES]).sum())
+    if sent != num_bytes or (places < 0).any():
+        raise OSError(errno.EINVAL, f"{sent} bytes are sent, not {num_bytes}")
+    if isinstance(into, Flow):
+        into.read(pid, places)
+        return
+    rows = places[:, ROWS]
+    row_in_block = np.arange(int(rows.sum())) - np.repeat(np.cumsum(rows) - rows, rows)
+    segments = np.empty((len(row_in_block), 2), dtype=np.uint64)
+    segments[:, 0] = np.repeat(places[:, ADDRESS], rows) + row_in_block * np.repeat(places[:, STRIDE], rows)
+    segments[:, 1] = np.repeat(places[:, ROW_BYTES], rows)
+    address = into.data_ptr()
+    for first in range(0, len(segments), _MOST):
+        out_of = segments[first : first + _MOST]
+        size = int(out_of[:, 1].sum())
+        here = np.array([[address, size]], dtype=np.uint64)
+        got = _readv()(pid, here.ctypes.data, 1, out_of.ctypes.data, len(out_of), 0)
+        if got != size:
             number = ctypes.get_errno() if got < 0 else errno.EFAULT
             raise OSError(number, os.strerror(number))
+        address += size
+
+
+def place_of(data: torch.Tensor) -> IntArray:
+    """``places`` of a tensor in one piece."""
+    return np.array([[data.data_ptr(), 1, len(data), len(data)]], dtype=np.int64)
 
 
 class Card:
@@ -107,7 +99,7 @@ def meet(mine: str, other: str) -> tuple[int, str]:
         return 0, ""
     found = torch.zeros(_NONCE_BYTES, dtype=torch.uint8)
     try:
-        read(int(number), Rows(int(address), 1, _NONCE_BYTES, 0), Rows.of(found))
+        read(int(number), np.array([[int(address), 1, _NONCE_BYTES, _NONCE_BYTES]], dtype=np.int64), found)
     except OSError as error:
         return 0, reason(error)
     if found.numpy().tobytes().hex() != nonce:

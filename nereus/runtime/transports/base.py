@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from nereus.ir.cluster import Device
+from nereus.kernels.flow import Flow
 from nereus.runtime.staging import Staging
 
 #: Checksums are sums modulo 2^64.
@@ -19,11 +20,16 @@ CHECKSUM_MASK = (1 << 64) - 1
 TURNS = 2
 
 
+#: Of a piece that is a flow.
+NO_DATA = torch.empty(0, dtype=torch.uint8)
+
+
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """One piece of a message. ``data``: uint8, contiguous, or [rows, bytes of a row] where the transport is ``direct``;
-    a sender's is read, a receiver's is filled. ``checksum``: of a sender's piece; ``staged``: its memory is used again
-    for a later piece of the message (a storage is left alone until all processes have agreed, which is later)."""
+    """One piece of a message: ``data``, uint8, contiguous, or a ``flow``; a sender's is read, a receiver's is filled.
+    ``checksum``: of a sender's data, and of its flow where the transport is ``direct``; any other flow's is made on the
+    way. ``staged``: its memory is used again for a later piece of the message (a storage is left alone until all
+    processes have agreed, which is later)."""
 
     tag: int
     src: Device
@@ -32,6 +38,11 @@ class Parcel:
     checksum: int = 0
     part: int = 0
     staged: bool = True
+    flow: Flow | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.data) if self.flow is None else self.flow.num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +78,11 @@ class Transport(Protocol):
         """Kept as long as its connections are."""
 
     def direct(self, src: Device, dst: Device) -> bool:
-        """Whether the receiver copies out of the sender's memory: rows need not be packed then."""
+        """Whether the receiver copies out of the sender's memory."""
+
+    def least_row_bytes(self, src: Device, dst: Device) -> int | None:
+        """On this side of a message, pieces may be flows if their rows are so long on average, and where they are one
+        run; None: no piece may."""
 
     def exchange(
         self, sends: Sequence[Outgoing], receives: Sequence[Parcel], arrived: Arrived, deadline_s: float

@@ -148,6 +148,9 @@ class ProcessGroups:
     def direct(self, src: Device, dst: Device) -> bool:
         return False
 
+    def least_row_bytes(self, src: Device, dst: Device) -> int | None:
+        return None
+
     # -- one wave -----------------------------------------------------------------------------------------------------
 
     def exchange(

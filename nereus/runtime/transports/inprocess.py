@@ -45,6 +45,9 @@ class InProcess:
     def direct(self, src: Device, dst: Device) -> bool:
         return False
 
+    def least_row_bytes(self, src: Device, dst: Device) -> int | None:
+        return None
+
     def exchange(
         self, sends: Sequence[Outgoing], receives: Sequence[Parcel], arrived: Arrived, deadline_s: float
     ) -> None:

@@ -2,9 +2,11 @@
 (``attach``). Devices of one process exchange copies of memory.
 
 One thread does all of it and never waits for one connection alone, so that no order of messages can make two processes
-wait for each other. A piece is made (packed, summed) when the connection to its receiver has room for it, and is put to
-its place, and summed there, when the last of it has come: while it still lies in a core's cache. Its checksum is in
-the frame that goes before it. What comes for a wave that this process has not reached stays where it is.
+wait for each other. Bytes go from and to where they lie, rows with strides included, a quarter of a megabyte at a time,
+and are summed just before they go and just after they came: while they lie in a core's cache (``kernels/flow.py``). The
+checksum follows them. Pieces of short rows, and all without a C compiler, are packed when the connection has room for
+them, and put to their place when the last has come. What comes for a wave that this process has not reached stays where
+it is.
 
 Of pieces for a process that can read this one's memory only tickets go: where each lies, and its checksum. The receiver
 copies them from there, and says when it is done with staging. Failures and deadlines are the same; a sender that dies
@@ -28,14 +30,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch.distributed
 
 from nereus.ir.cluster import Device
+from nereus.kernels import flow
+from nereus.kernels.flow import NUM_PLACE, Flow
 from nereus.runtime.faults import DEADLINE, PARTICIPANT_FAILED, PROGRAM_FAULT, Fault, first_line
 from nereus.runtime.staging import Staging
 from nereus.runtime.transports import agreement
 from nereus.runtime.transports.agreement import CLOSED_TEXT
-from nereus.runtime.transports.attach import Card, Rows, meet, read
+from nereus.runtime.transports.attach import LEAST_ROW_BYTES, Card, meet, place_of, read
 from nereus.runtime.transports.base import TURNS, Arrived, Outgoing, Parcel
 from nereus.runtime.transports.inprocess import hand_over
 from nereus.runtime.transports.link import BYTES, DONE, LENT, TEXT, TICKET, Frame, Link
@@ -48,6 +53,8 @@ dist: Any = torch.distributed
 _SLICE_S = 0.1
 _MOST_TEXT_BYTES = 1 << 20
 _NOTHING = memoryview(b"")
+#: Shorter rows go through staging: to the system each is a piece of memory of its own.
+_LEAST_ROW_BYTES = 64
 
 
 class _Peer:
@@ -147,6 +154,12 @@ class Sockets:
         there, here = self._process_of[src], self._process_of[dst]
         return (here == self.process and there in self._reads) or (there == self.process and here in self._read_by)
 
+    def least_row_bytes(self, src: Device, dst: Device) -> int | None:
+        there, here = self._process_of[dst], self._process_of[src]
+        if flow.calls() is None or here == there:
+            return None
+        return LEAST_ROW_BYTES if here == self.process and there in self._read_by else _LEAST_ROW_BYTES
+
     # -- one wave -----------------------------------------------------------------------------------------------------
 
     def exchange(
@@ -197,51 +210,51 @@ class Sockets:
         return more
 
     def _put(self, peer: _Peer, link: Link, parcel: Parcel, *, direct: bool) -> None:
-        named = {"tag": parcel.tag, "part": parcel.part, "checksum": parcel.checksum}
         if direct:
-            rows = Rows.of(parcel.data)
-            place = {"size": rows.num_bytes, "address": rows.address, "rows": rows.num, "stride": rows.stride}
-            link.put(Frame(LENT if parcel.staged else TICKET, **named, **place))
+            places = place_of(parcel.data) if parcel.flow is None else parcel.flow.places
+            raw = memoryview(places.tobytes())
+            link.put(Frame(LENT if parcel.staged else TICKET, parcel.tag, parcel.part, len(raw), parcel.checksum), raw)
             if parcel.staged:
                 peer.lent.append(parcel)
         else:
-            link.put(Frame(BYTES, **named, size=len(parcel.data)), _bytes_of(parcel))
+            link.put(Frame(BYTES, parcel.tag, parcel.part, parcel.num_bytes, parcel.checksum), _bytes_of(parcel))
 
-    def _place(self, peer: _Peer, frame: Frame) -> memoryview | None:
-        if frame.kind == TEXT and frame.size <= _MOST_TEXT_BYTES:
-            return memoryview(bytearray(frame.size))
-        if frame.kind == DONE:
-            return _NOTHING
-        if frame.kind not in (BYTES, TICKET, LENT):
+    def _place(self, peer: _Peer, frame: Frame) -> memoryview | Flow | None:
+        if frame.kind not in (BYTES, TICKET, LENT, DONE, TEXT) or (
+            frame.kind != BYTES and frame.size > _MOST_TEXT_BYTES
+        ):
             raise Fault(PROGRAM_FAULT, f"process {peer.number} sends no frames of ours", where=self.where)
-        parcel = peer.expected.get((frame.tag, frame.part))
-        if parcel is None:
-            return None
-        if frame.kind != BYTES:
-            return _NOTHING
-        if frame.size != len(parcel.data):
-            text = f"message {frame.tag}: process {peer.number} sends {frame.size} bytes, not {len(parcel.data)}"
+        parcel = None
+        if frame.kind in (BYTES, TICKET, LENT):
+            parcel = peer.expected.get((frame.tag, frame.part))
+            if parcel is None:
+                return None
+        if parcel is None or frame.kind != BYTES:
+            return memoryview(bytearray(frame.size))
+        if frame.size != parcel.num_bytes:
+            text = f"message {frame.tag}: process {peer.number} sends {frame.size} bytes, not {parcel.num_bytes}"
             raise Fault(PROGRAM_FAULT, text, where=self.where)
         return _bytes_of(parcel)
 
-    def _came(self, peer: _Peer, frame: Frame, body: memoryview) -> None:
-        if frame.kind == TEXT:
-            peer.texts.append(bytes(body).decode(errors="replace"))
-            peer.owes_text = False
-        elif frame.kind == DONE:
+    def _came(self, peer: _Peer, frame: Frame, body: memoryview | Flow) -> None:
+        if frame.kind == DONE:
             peer.lent.popleft()
+        elif frame.kind == TEXT:
+            peer.texts.append(_text_of(body))
+            peer.owes_text = False
         else:
             parcel = peer.expected.pop((frame.tag, frame.part))
-            if frame.kind != BYTES:
-                self._read(peer, frame, parcel)
+            if not isinstance(body, Flow) and frame.kind != BYTES:
+                self._read(peer, frame, body, parcel)
             self._arrived(parcel, frame.checksum)
 
-    def _read(self, peer: _Peer, frame: Frame, parcel: Parcel) -> None:
-        remote = Rows(frame.address, frame.rows, frame.size, frame.stride)
+    def _read(self, peer: _Peer, frame: Frame, said: memoryview, parcel: Parcel) -> None:
         try:
-            read(self._reads[peer.number], remote, Rows.of(parcel.data))
-        except OSError as error:
-            text = f"{CLOSED_TEXT} while reading the memory of process {peer.number}: {error.strerror}"
+            places = np.frombuffer(said, dtype=np.int64).reshape(-1, NUM_PLACE)
+            read(self._reads[peer.number], places, parcel.data if parcel.flow is None else parcel.flow)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            text = f"{CLOSED_TEXT} while reading the memory of process {peer.number}: {reason}"
             raise Fault(PARTICIPANT_FAILED, text, where=self.where) from None
         if frame.kind == LENT:
             link = next(link for other, link in self._links.values() if other is peer)
@@ -337,7 +350,14 @@ def _doing(peer: _Peer) -> str:
     return "agreeing with" if peer.owes_text else "sending to"
 
 
-def _bytes_of(parcel: Parcel) -> memoryview:
+def _text_of(body: memoryview | Flow) -> str:
+    assert not isinstance(body, Flow)  # no text has a place among what is expected
+    return bytes(body).decode(errors="replace")
+
+
+def _bytes_of(parcel: Parcel) -> memoryview | Flow:
+    if parcel.flow is not None:
+        return parcel.flow
     array: Any = parcel.data.numpy()
     return memoryview(array)
 
