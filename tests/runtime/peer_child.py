@@ -18,10 +18,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import torch
 from attach_child import COLS, RECEIVER, ROWS, SENDER, STRIDE, program
 
+from nereus.kernels.flow import Flow
 from nereus.runtime import executor
 from nereus.runtime.account import resident_bytes
 from nereus.runtime.executor import ExecutionFailed, ExecutorOptions, execute
@@ -60,8 +62,8 @@ def at_second(number: int) -> None:
     """This process gets a signal in the middle of its work."""
     calls = 0
 
-    def wrapped(genuine: Callable[..., int]) -> Callable[..., int]:
-        def work(*words: object) -> int:
+    def wrapped(genuine: Callable[..., Any]) -> Callable[..., Any]:
+        def work(*words: object) -> Any:
             nonlocal calls
             calls += 1
             if calls == 2:
@@ -72,6 +74,8 @@ def at_second(number: int) -> None:
 
     for name in ("gather", "land", "stored"):
         setattr(executor, name, wrapped(getattr(executor, name)))
+    for name in ("send", "receive", "read", "summed"):
+        setattr(Flow, name, wrapped(getattr(Flow, name)))
 
 
 def nursery(asked: int, told: int, work: Callable[[int], bool]) -> None:
