@@ -33,7 +33,7 @@ MOST_WAVES = 100_000
 _MORE_WAVES = 1.3
 #: Fewer waves are tried where their messages take more than this share of the transfer.
 MUCH = 0.01
-#: Smaller slices are tried where it is predicted to take more than so many times its busiest port.
+#: Smaller slices are tried where it is predicted to take more than so many times its busiest port, or its bound.
 FAR = 1.05
 
 
@@ -60,7 +60,7 @@ class WaveSchedule:
                 break
             count, found = fewer, other
         # Small moves that are relayed from place to place in few slices come in bursts.
-        if found.transfer_s > routed.ports.busiest_s * FAR:
+        if found.transfer_s > max(routed.ports.busiest_s, routed.bound.transfer_s) * FAR:
             finer = self._cut(routed, count, self.min_slice_bytes // 4)
             found = min(found, finer, key=lambda each: each.transfer_s)
         return found
