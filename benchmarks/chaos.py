@@ -36,6 +36,12 @@ KINDS = {
     "an exception": "raise",
     "a byte damaged": "corrupt",
 }
+#: With several stores: they are not used again after one of these.
+OF_STORES = {
+    "a store killed": "kill store",
+    "a store stopped": "stop store",
+    "coordinator and a store killed around the decision": "kill both",
+}
 
 
 def judge(results: list[dict[str, Any]]) -> str:
@@ -57,11 +63,12 @@ def judge(results: list[dict[str, Any]]) -> str:
     return f"WRONG: nobody served at the end: {[r.get('text') for r in results]}"
 
 
-def planted(dice: random.Random) -> tuple[str, dict[str, Any]]:
-    """What happens, and to whom, and when."""
-    kind = dice.choice(list(KINDS))
-    device, fault = f"n0.gpu{dice.randrange(4)}", KINDS[kind]
-    if kind == "coordinator killed around the decision":
+def planted(dice: random.Random, stores: list[int]) -> tuple[str, dict[str, Any]]:
+    """What happens, and to whom, and when. ``stores``: processes that keep the job's."""
+    kinds = KINDS | (OF_STORES if len(stores) > 1 else {})
+    kind = dice.choice(list(kinds))
+    device, fault = f"n0.gpu{dice.randrange(4)}", kinds[kind]
+    if kind.startswith("coordinator"):
         device, where = "n0.gpu0", {"phase": dice.choice(PHASES[5:])}
     elif fault == "corrupt":
         where = {"piece": 0}
@@ -73,7 +80,7 @@ def planted(dice: random.Random) -> tuple[str, dict[str, Any]]:
         where = {"piece": dice.randrange(3)}
     else:
         where = {"phase": dice.choice(BEFORE if fault == "raise" else PHASES)}
-    return kind, {"device": device, "kind": fault, **where}
+    return kind, {"device": device, "kind": fault, "pid": dice.choice(stores), **where}
 
 
 def one(number: int, processes: Any) -> tuple[str, str, str]:
@@ -82,7 +89,7 @@ def one(number: int, processes: Any) -> tuple[str, str, str]:
 
     dice = random.Random(number)
     first, second = dice.sample([DP2, DP4, TP4], 2)
-    kind, fault = planted(dice)
+    kind, fault = planted(dice, [keeper.pid for keeper in processes.keepers])
     with tempfile.TemporaryDirectory(prefix=f"chaos-{number}-") as folder:
         results = run(
             processes,
@@ -90,10 +97,10 @@ def one(number: int, processes: Any) -> tuple[str, str, str]:
             first=first,
             steps=4,
             changes={1: second},
-            expect=3 if fault["kind"] == "kill" else 4,
+            expect=3 if fault["kind"] in ("kill", "kill both") else 4,
             fault=fault,
             fallback=(WITHOUT_3, WITHOUT_0, ONE, *ONLY),  # under load others may miss the deadline too
-            deadline_s=4.0 if fault["kind"] == "stop" else 20.0,
+            deadline_s=8.0 if fault["kind"] == "stop" else 20.0,
             wait_s=LONGEST_S,
         )
         struck = any(Path(folder).glob("struck-*"))
@@ -110,6 +117,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="at one time")
+    parser.add_argument("--stores", type=int, default=1, help="that keep what a job agrees on; some fail, of several")
     options = parser.parse_args()
     from nereus.runtime.session.local import LocalProcesses
 
@@ -118,11 +126,16 @@ def main() -> int:
     begin, guard, numbers = time.monotonic(), threading.Lock(), itertools.count(options.seed)
 
     def worker() -> None:
-        with LocalProcesses("runtime.session_job:main") as processes:
+        while runs():
+            pass
+
+    def runs() -> bool:
+        """One after another, as long as all stores are there; whether more are to come."""
+        with LocalProcesses("runtime.session_job:main", stores=options.stores) as processes:
             while True:
                 with guard:
                     if sum(c.total() for c in ends.values()) >= options.runs:
-                        return
+                        return False
                     number = next(numbers)
                 kind, end, what = one(number, processes)
                 with guard:
@@ -134,6 +147,8 @@ def main() -> int:
                     count = sum(c.total() for c in ends.values())
                     if count % 10 == 0:
                         print(f"{time.monotonic() - begin:.0f} s: {count}", flush=True)
+                if kind in OF_STORES:
+                    return True
 
     threads = [threading.Thread(target=worker) for _ in range(options.jobs)]
     for thread in threads:
@@ -148,7 +163,7 @@ def table(ends: dict[str, collections.Counter[str]]) -> list[str]:
     names = sorted({end for counter in ends.values() for end in counter})
     total = sum(ends.values(), collections.Counter[str]())
     lines = [f"| | {' | '.join(names)} | all |", f"|---|{'---|' * (len(names) + 1)}"]
-    for kind, counter in [*((k, ends[k]) for k in KINDS if k in ends), ("all", total)]:
+    for kind, counter in [*((k, ends[k]) for k in KINDS | OF_STORES if k in ends), ("all", total)]:
         lines.append(f"| {kind} | {' | '.join(str(counter[n] or '') for n in names)} | {counter.total()} |")
     return lines
 

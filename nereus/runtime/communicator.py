@@ -17,7 +17,7 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -178,6 +178,13 @@ def _environment(setting: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def shut_connections_to(addresses: Collection[Address]) -> None:
+    """End this process's connections to any of them, whoever waits there."""
+    for number, _, (host, port) in _connections():
+        if (host.removeprefix("::ffff:"), port) in addresses:
+            _shut(number)
 
 
 def shut_sockets(sockets: Mapping[int, str]) -> None:

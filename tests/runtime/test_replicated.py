@@ -126,3 +126,26 @@ def test_the_leader_and_a_store_are_lost_at_the_decision(processes: LocalProcess
     results = run(processes, tmp_path, expect=3, fault=fault, **words)
     assert (tmp_path / "struck-n0.gpu0").exists()
     good(results, PLANS[WITHOUT_0].path, 3)
+
+
+@pytest.mark.procs
+def test_a_store_is_stopped_between_prepare_and_decision(processes: LocalProcesses, tmp_path: Path) -> None:
+    """It neither answers nor closes: each process leaves it out before the deadline, and the change is made."""
+    fault = {"device": "n0.gpu1", "phase": "vote", "kind": "stop store", "pid": processes.keepers[0].pid}
+    words: dict[str, Any] = {"first": DP2, "steps": 5, "changes": {1: DP4, 3: TP4}, "deadline_s": 20.0}
+    good(run(processes, tmp_path, expect=4, fault=fault, **words), "tp4", 4)
+    assert (tmp_path / "struck-n0.gpu1").exists()
+    assert all(entry.event != "aborted" for p in tmp_path.glob("journal-*") for entry in read_journal(p))
+
+
+@pytest.mark.procs
+def test_the_only_store_is_stopped(tmp_path: Path) -> None:
+    """No call into it outlives the deadline: all processes end, and say which store was silent, and in which phase."""
+    with LocalProcesses("runtime.session_job:main") as processes:
+        pid = processes.keepers[0].pid
+        fault = {"device": "n0.gpu1", "phase": "vote", "kind": "stop store", "pid": pid}
+        results = run(processes, tmp_path, first=DP2, steps=4, changes={1: DP4}, expect=4, fault=fault, deadline_s=6.0)
+        port = processes.store.port
+    assert [r.get("fault") for r in results] == [STORE_LOST] * 4, results
+    assert all(f"127.0.0.1:{port} has been silent for 6 s" in r["text"] for r in results), results
+    assert all("(vote)" in r["text"] or "(finish)" in r["text"] for r in results), results

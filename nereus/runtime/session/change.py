@@ -167,6 +167,7 @@ class Change:
         )
 
     def _phase(self, name: str, work: Callable[[], None]) -> None:
+        self.record.doing = name
         self.on_phase(name)
         begin = time.monotonic()
         try:
@@ -372,8 +373,14 @@ class Change:
 
     def _decide(self, fault: Fault | None) -> str:
         self.on_phase("decide")
+        if fault is None:
+            self.record.doing = "decide"
         wish = COMMIT if fault is None else fault.encode()
-        return str(self.record.first(f"{self.key}/decision", wish))
+        try:
+            return str(self.record.first(f"{self.key}/decision", wish))
+        except Fault as lost:  # with the store: whether the others committed nobody can say here
+            self.journal.write(self.command.epoch, "undecided", fault=lost.encode())
+            raise
 
     def _undo(self, fault: Fault) -> None:
         """Nothing of the new plan stays."""

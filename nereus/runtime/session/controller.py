@@ -78,6 +78,7 @@ class Controller:
         self.members: tuple[Member, ...] = ()
         self.outcomes: list[Outcome] = []
         self._replan, self._deadline_s = replan or no_replan, deadline_s
+        self._pulse = self.record.watched(deadline_s)
         self._losses = Losses(self.record)
         self._lead = Lead(self.record, self._losses, deadline_s=deadline_s, spawn=provider.spawn)
         self._lead.parts.update(parts)
@@ -132,6 +133,7 @@ class Controller:
             turn = self._new_turn()
             what = self._next(key, turn)
             if what == "closed":
+                self._pulse.close()
                 return
             if what == "lost":
                 self._recover(turn)

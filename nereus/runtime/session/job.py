@@ -32,6 +32,7 @@ from nereus.runtime.faults import (
     CANNOT_START,
     EXPELLED,
     PARTICIPANT_FAILED,
+    STORE_LOST,
     WRONG_STATE,
     Fault,
 )
@@ -131,6 +132,7 @@ class Job:
         self._requested: Plan | None = None
         self._rehearses = False
         self.record.put(f"member/{number}", self.me)
+        self._pulse = self.record.watched(deadline_s)
         self._watch = Watch(self.record, self._told_of_loss)
 
     # -- what the script says ------------------------------------------------------------------------------------------
@@ -210,6 +212,7 @@ class Job:
 
         Raises Fault; the target's weights are then not to be used."""
         self._check_serves()
+        self.record.doing = f"sync of {target}"
         sync = Sync(source, target, tuple(replicas))
         numbers = sync.members(self.plan, self.members, self._lead.parts)
         if self.me.number not in numbers:
@@ -269,6 +272,7 @@ class Job:
     def _storage(self) -> Storage:
         self._check_serves()
         self._checkpoints += 1
+        self.record.doing = "checkpoint"
         return Storage(
             record=self.record,
             key=f"epoch/{self.epoch}/checkpoint/{self._checkpoints}",
@@ -330,6 +334,7 @@ class Job:
         Raises Fault where another process is lost: ``recover``.
         """
         self._check_serves()
+        self.record.doing = "boundary"
         self.version += 1
         if self._keep:
             self._snapshots.append(copied(self._kept(), dict(self.loop), self.version))
@@ -525,6 +530,9 @@ class Job:
         """
         if self._built is not None:
             self._built.groups.abort(str(error))
+        if isinstance(error, Fault) and error.code == STORE_LOST:
+            raise error  # there is nothing to agree through
+        self.record.doing = "recovery"
         while len(self.members) > 1:
             self._turn += 1
             turn = Turn(
@@ -584,4 +592,5 @@ class Job:
         if self.led:
             self.record.put(f"closed/{self.me.number}", self.version)
             self.record.count(f"epoch/{self.epoch}/closed")
+        self._pulse.close()
         self._journal.close()

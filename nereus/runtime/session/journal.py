@@ -18,7 +18,19 @@ from types import TracebackType
 from typing import Any
 
 #: In the order in which a change goes through them; ``committed`` and ``aborted`` end it.
-EVENTS = ("begun", "quiesced", "prepared", "moved", "voted", "committed", "aborted", "released", "lost", "left")
+EVENTS = (
+    "begun",
+    "quiesced",
+    "prepared",
+    "moved",
+    "voted",
+    "committed",
+    "aborted",
+    "undecided",
+    "released",
+    "lost",
+    "left",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

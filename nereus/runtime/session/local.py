@@ -74,6 +74,7 @@ class LocalProcesses:
             raise Fault(CANNOT_START, "the process that keeps the job's store did not start")
         self.store = connect(ports, start_s)
         self.record = Record(self.store, name, 0)
+        self._pulse = self.record.watched(start_s)
         job = Path(self._folder.name, "job")
         job.write_bytes(encode({"target": target, "ports": ports}))
         out = os.dup(1)
@@ -156,6 +157,7 @@ class LocalProcesses:
 
     def close(self) -> None:
         self._closing = True
+        self._pulse.close()
         for process in (self._nursery, *self.keepers):
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

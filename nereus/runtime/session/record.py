@@ -20,6 +20,7 @@ import torch.distributed
 
 from nereus.runtime.codec import CodecError, decode, encode
 from nereus.runtime.faults import DEADLINE, PARTICIPANT_FAILED, STORE_LOST, Fault, first_line
+from nereus.runtime.session.pulse import Pulse
 from nereus.runtime.session.replicated import ReplicatedStore
 from nereus.runtime.transports import agreement
 
@@ -35,12 +36,14 @@ class Record:
     def __init__(self, store: Any, name: str, me: int) -> None:
         self.me = me
         self.store = dist.PrefixStore(name, store)
+        #: What this process does, for a fault; and who says that the store is silent.
+        self.doing, self.pulse = "", Pulse((), 0.0)
         self._kept = store  # torch's wrapper does not, where it is none of torch's own
 
     def apart(self) -> Record:
         """The same entries over a connection of its own, for another thread."""
         found = Record.__new__(Record)
-        found.me, found._kept = self.me, self._kept
+        found.me, found._kept, found.doing, found.pulse = self.me, self._kept, self.doing, self.pulse
         found.store = self.store.clone() if hasattr(self.store, "clone") else self.store
         return found
 
@@ -87,8 +90,8 @@ class Record:
             except dist.DistStoreError:  # a day has passed
                 continue
             except RuntimeError as error:
-                text = f"the job's store does not answer: {first_line(error)}"
-            raise Fault(STORE_LOST, text, where=self.where)
+                fault = self._lost(error)
+            raise fault
 
     def count(self, key: str) -> int:
         """1, 2, ... : a number that nobody else gets."""
@@ -145,12 +148,23 @@ class Record:
             for member in members
         }
 
+    def watched(self, limit_s: float) -> Pulse:
+        """No wait on the store outlives its silence of ``limit_s``, until the pulse is closed."""
+        self.pulse = Pulse(servers_of(self.store), limit_s)
+        return self.pulse
+
     def _ask(self, question: Callable[[], Any]) -> Any:
         try:
             return question()
         except RuntimeError as error:
-            text = f"the job's store does not answer: {first_line(error)}"
-        raise Fault(STORE_LOST, text, where=self.where)
+            fault = self._lost(error)
+        raise fault
+
+    def _lost(self, error: RuntimeError) -> Fault:
+        at = ", ".join(f"{server.host}:{server.port}" for server in servers_of(self.store))
+        during = f" ({self.doing})" if self.doing else ""
+        text = f"the job's store{at and ' at '}{at} does not answer{during}: {self.pulse.said or first_line(error)}"
+        return Fault(STORE_LOST, text, where=self.where)
 
     def _decoded(self, key: str, data: bytes) -> Any:
         try:
