@@ -29,7 +29,7 @@ from nereus.ir.plan import Plan
 from nereus.lang.api import resolve_text
 from nereus.models.presets import preset
 from nereus.planner.calibration import calibrate
-from nereus.planner.weight_sync import step_time
+from nereus.planner.weight_sync import synced_step_time
 
 ROOT = Path(__file__).resolve().parent
 DATA = ROOT / "data" / "rl_steps.csv"
@@ -106,7 +106,7 @@ def report() -> str:
                 skipped += 1
                 continue
             mode = "on policy" if row["sync_mode"] == "on-policy" else "one step off"
-            predicted.append(step_time(plan, calibration).seconds)
+            predicted.append(synced_step_time(plan, calibration).seconds)
             seconds.append(float(row["step_time_s"]))
             groups.append(f"{row['actor_model']}, {mode}")
     y, p = np.array(seconds), np.array(predicted)

@@ -22,7 +22,7 @@ from nereus.planner.rl_step import Order, StageTime, StepTime, order_of, schedul
 _DEVIATION = 0.3
 
 
-def step_time(plan: Plan, calibration: Calibration) -> StepTime:
+def synced_step_time(plan: Plan, calibration: Calibration) -> StepTime:
     """An RL step with its weight syncs (``model.sync``). Services and stages without GPUs take no time."""
     times = {stage.name: stage_time(plan, stage, calibration) for stage in plan.stages if stage.service is None}
     after = list(order_of(plan).after)

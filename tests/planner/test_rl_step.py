@@ -14,7 +14,7 @@ from nereus.lang.api import resolve_text
 from nereus.passes.pipeline import compile_transition
 from nereus.planner.calibration import calibrate
 from nereus.planner.rl_step import StageTime, StepTime, order_of, schedule, stage_time, step_time
-from nereus.planner.weight_sync import step_time as with_syncs
+from nereus.planner.weight_sync import synced_step_time
 
 PRIOR = calibrate(())
 COLOCATED = """
@@ -117,7 +117,7 @@ def test_stages_that_share_nothing_run_side_by_side(seconds: list[float]) -> Non
 
 def synced(text: str) -> tuple[Plan, StepTime, StageTime]:
     plan = plan_of(text)
-    found = with_syncs(plan, PRIOR)
+    found = synced_step_time(plan, PRIOR)
     return plan, found, next(time for time in found.stages if time.stage == "actor.sync")
 
 
@@ -157,4 +157,4 @@ def test_an_adapter_is_synced_in_its_share_of_the_model() -> None:
 
 def test_a_model_in_one_place_needs_no_sync() -> None:
     alone = plan_of("\n".join(line for line in COLOCATED.splitlines() if "actor.generate" not in line))
-    assert [time.stage for time in with_syncs(alone, PRIOR).stages if "sync" in time.stage] == []
+    assert [time.stage for time in synced_step_time(alone, PRIOR).stages if "sync" in time.stage] == []

@@ -61,6 +61,9 @@ def test_what_cannot_be_read_is_an_error_that_says_so() -> None:
     for into in (room, flow) if calls() is not None else (room,):
         with pytest.raises(OSError, match="are sent, not 64"):
             read(os.getpid(), place_of(room[:32]), into)
+        for odd in ([room.data_ptr(), 9, 0, 0], [room.data_ptr(), 0, 9, 9]):
+            with pytest.raises(OSError, match="rows that cannot be"):
+                read(os.getpid(), np.concatenate((np.array([odd]), place_of(room))), into)
         with pytest.raises(OSError) as caught:
             read(os.getpid(), np.array([[8, 1, 64, 64]]), into)
         assert caught.value.errno == errno.EFAULT

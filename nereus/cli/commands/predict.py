@@ -79,13 +79,13 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 def _plan(args: argparse.Namespace, calibration: Calibration, out: Output) -> int:
     from nereus.lang.api import load_plan
-    from nereus.planner.weight_sync import step_time
+    from nereus.planner.weight_sync import synced_step_time
 
     loaded = load_plan(args.file)
     out.diagnostics(loaded.diagnostics)
     if loaded.plan is None:
         return for_diagnostics(loaded.diagnostics)
-    found = step_time(loaded.plan, calibration)
+    found = synced_step_time(loaded.plan, calibration)
     low, high = within_90(found.seconds, found.deviation)
     if out.json:
         stages = [

@@ -41,8 +41,10 @@ def read(pid: int, places: IntArray, into: torch.Tensor | Flow) -> None:
     and in one piece. Raises OSError: ESRCH where the process is gone, EFAULT where its memory is, EPERM."""
     num_bytes = into.num_bytes if isinstance(into, Flow) else len(into)
     sent = int((places[:, ROWS] * places[:, ROW_BYTES]).sum())
-    if sent != num_bytes or (places < 0).any():
+    if sent != num_bytes:
         raise OSError(errno.EINVAL, f"{sent} bytes are sent, not {num_bytes}")
+    if (places < 0).any() or (places[:, [ROWS, ROW_BYTES]] == 0).any():  # C divides by the bytes of a row
+        raise OSError(errno.EINVAL, "rows that cannot be are sent")
     if isinstance(into, Flow):
         into.read(pid, places)
         return
