@@ -63,7 +63,7 @@ def test_text_of_2k_to_4k(nereusc):
     assert "weights come with the next sync from actor.train" in generate
     stop = block(ran.stdout, "training stops")
     assert re.match(
-        r"\S+ s = drain 0 s \+ engine start 35 s \+ groups 2\.1 s \+ transfer \S+ s \(bound 0\.12 s\) \+ "
+        r"\S+ s = drain 0 s \+ engine start 35 s \+ groups 2\.1 s \+ transfer \S+ s \(bound 0\.121 s\) \+ "
         r"verify, commit 0\.9 s ",
         stop,
     )
