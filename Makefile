@@ -67,10 +67,10 @@ $(DEV_STAMP): $(INSTALL_INPUTS) | $(RUN_STAMP)
 demo: $(RUN_STAMP)
 	@PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh
 
-# Tests marked `procs` run alone and one after another: they start 2 to 8 processes each.
+# Tests marked `procs` start 2 to 8 processes each, which mostly wait: two files of them run at a time, and no others.
 test: $(DEV_STAMP)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) -m "not procs" $(PYTEST_ARGS)
-	$(TEST_ENV) $(BIN)/python -m pytest -m procs $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m procs $(PYTEST_ARGS)
 
 $(FRAMEWORKS_BIN)/python:
 	$(PYTHON) -m venv $(FRAMEWORKS_VENV)
