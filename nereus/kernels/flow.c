@@ -12,8 +12,9 @@
 #define MSG_NOSIGNAL 0
 #endif
 
-/* Bytes on their way at one time: half of a core's second cache. Pieces of memory of one call: the system's IOV_MAX. */
-#define CHUNK_BYTES 262144
+/* Bytes on their way at one time: they are to stay in a core's second cache. Pieces of memory of one call: the system's
+   IOV_MAX. */
+#define CHUNK_BYTES (1 << 20)
 #define MOST 1024
 
 /* Columns of a table of blocks: rows of ROW_BYTES bytes, STRIDE bytes from one to the next; what follows is for the sum:

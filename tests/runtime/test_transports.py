@@ -95,6 +95,21 @@ def message(tag: int, source: int, to: int, sizes: list[int], staging: Any = Non
     ]
 
 
+def test_room_for_the_next_piece_is_not_waited_for(tmp_path: Path, over_tcp: None) -> None:
+    """No event tells of it: the connection took the last of what was under way within the same turn."""
+    ring = Ring(tmp_path, 2)
+    transport = ring.transports[0]
+    ((peer, link),) = transport._links.values()
+    text = memoryview(b"under way")
+    link.put(Frame(TEXT, size=len(text)), text)
+    peer.outgoing.append(message(1, 0, 1, [70_000])[0].pieces)
+    assert transport._push() and not link.writing and peer.outgoing
+    while transport._push():
+        pass
+    assert not peer.outgoing
+    ring.close()
+
+
 @pytest.mark.parametrize(
     ("kind", "num", "same_host"),
     [("tcp", 3, "0"), ("tcp", 3, "1"), ("gloo", 2, "0"), ("gloo", 3, "0"), ("gloo", 4, "0")],

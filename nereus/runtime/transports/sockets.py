@@ -2,7 +2,7 @@
 (``attach``). Devices of one process exchange copies of memory.
 
 One thread does all of it and never waits for one connection alone, so that no order of messages can make two processes
-wait for each other. Bytes go from and to where they lie, rows with strides included, a quarter of a megabyte at a time,
+wait for each other. Bytes go from and to where they lie, rows with strides included, a megabyte at a time,
 and are summed just before they go and just after they came: while they lie in a core's cache (``kernels/flow.py``). The
 checksum follows them. Pieces of short rows, and all without a C compiler, are packed when the connection has room for
 them, and put to their place when the last has come. What comes for a wave that this process has not reached stays where
@@ -207,6 +207,8 @@ class Sockets:
                     link.write()
                 except OSError:
                     link.ended = True
+                # What it took was the last of a piece: nobody tells that there is room for the next one.
+                more = more or (bool(peer.outgoing) and not link.writing)
         return more
 
     def _put(self, peer: _Peer, link: Link, parcel: Parcel, *, direct: bool) -> None:
